@@ -1,0 +1,43 @@
+"""Gradient accumulation under data parallelism, in the compiler: a plain train step in, two programs out."""
+
+from gradsync_fx.api import OptimizedStep, optimize
+from gradsync_fx.errors import (
+    CaptureError,
+    ForeignParameterError,
+    GradSyncError,
+    GradSyncWarning,
+    NoGradientError,
+    NoOptimizerError,
+    OptionError,
+    RanksDisagreeError,
+    ReadBeforeBoundaryError,
+    ReplicaMismatchError,
+    StateError,
+    UpdateError,
+    VerificationError,
+    VersionError,
+    WindowError,
+)
+
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CaptureError",
+    "ForeignParameterError",
+    "GradSyncError",
+    "GradSyncWarning",
+    "NoGradientError",
+    "NoOptimizerError",
+    "OptimizedStep",
+    "OptionError",
+    "RanksDisagreeError",
+    "ReadBeforeBoundaryError",
+    "ReplicaMismatchError",
+    "StateError",
+    "UpdateError",
+    "VerificationError",
+    "VersionError",
+    "WindowError",
+    "optimize",
+]

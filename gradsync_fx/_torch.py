@@ -1,0 +1,120 @@
+"""The one place that names private or version-dependent parts of torch.
+
+Seen in torch 2.11.0, 2.13.0 and 2.15.0. A name that is gone raises `VersionError` on import of the package, with
+torch's version and the range that was tested.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gradsync_fx.errors import VersionError
+
+
+OLDEST, NEWEST = (2, 11), (2, 15)
+
+
+def torch_version() -> tuple[int, int]:
+    """Major and minor of the installed torch."""
+    major, minor = torch.__version__.split("+")[0].split(".")[:2]
+    return int(major), int(minor)
+
+
+def _range_text() -> str:
+    return f"torch {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+
+
+def check_version(version: tuple[int, int] | None = None) -> None:
+    """Raises `VersionError` when torch is outside the tested range."""
+    found = version or torch_version()
+    if not OLDEST <= found <= NEWEST:
+        raise VersionError(
+            "torch",
+            seen=f"version {found[0]}.{found[1]} is installed",
+            wanted=f"a tested version ({_range_text()})",
+            fix="install a tested torch, or a release of gradsync_fx that knows this one",
+        )
+
+
+check_version()
+
+try:
+    from torch._dynamo import config as dynamo_config
+    from torch._dynamo import optimize as dynamo_optimize
+    from torch._dynamo.backends.registry import lookup_backend
+    from torch._dynamo.exc import (
+        BackendCompilerFailed,
+        InternalTorchDynamoError,
+        TorchRuntimeError,
+        Unsupported,
+    )
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import ConstantSource
+    from torch._dynamo.utils import counters as dynamo_counters
+    from torch._dynamo.variables.base import VariableTracker
+    from torch._dynamo.variables.constant import ConstantVariable
+    from torch._dynamo.variables.ctx_manager import GradModeVariable
+    from torch._dynamo.variables.lists import TupleVariable
+    from torch._dynamo.variables.optimizer import OptimizerVariable
+    from torch._dynamo.variables.tensor import TensorVariable
+    from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+    from torch._functorch.aot_autograd import aot_module_simplified
+    from torch._guards import TracingContext, detect_fake_mode, tracing
+    from torch._inductor import config as inductor_config
+    from torch._inductor import list_mode_options
+    from torch._inductor.compile_fx import (
+        _recursive_joint_graph_passes as inductor_joint_passes,
+    )
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import (
+        DimDynamic,
+        ShapeEnv,
+        compute_unbacked_bindings,
+    )
+except ImportError as missing:
+    raise VersionError(
+        f"torch {torch.__version__}",
+        seen=f"a private name is missing ({missing})",
+        wanted=f"a tested version ({_range_text()})",
+        fix="install a tested torch, or a release of gradsync_fx that knows this one",
+    ) from missing
+
+__all__ = [
+    "BackendCompilerFailed",
+    "ConstantSource",
+    "ConstantVariable",
+    "DimDynamic",
+    "FakeTensor",
+    "FakeTensorMode",
+    "GradModeVariable",
+    "GuardBuilder",
+    "InternalTorchDynamoError",
+    "OptimizerVariable",
+    "ShapeEnv",
+    "TensorVariable",
+    "TorchRuntimeError",
+    "TracingContext",
+    "TupleVariable",
+    "Unsupported",
+    "UserDefinedObjectVariable",
+    "VariableTracker",
+    "aot_module_simplified",
+    "check_version",
+    "compile_fx_inner",
+    "compute_unbacked_bindings",
+    "detect_fake_mode",
+    "dynamo_config",
+    "dynamo_counters",
+    "dynamo_optimize",
+    "inductor_config",
+    "inductor_joint_passes",
+    "install_guard",
+    "list_mode_options",
+    "lookup_backend",
+    "make_fx",
+    "select_decomp_table",
+    "tracing",
+]

@@ -1,0 +1,266 @@
+"""A call of the user's step becomes a `Step`: Dynamo traces it whole, AOTAutograd makes it functional ATen.
+
+function + arguments -> Dynamo (interception.py at the special calls) -> AOT -> Step, with a name for every input
+
+Dynamo keeps its part at run time too: it guards on what the step depends on, binds the arguments, and rebuilds what
+the step returns. A call that its guards do not cover is captured anew.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from gradsync_fx._torch import (
+    BackendCompilerFailed,
+    FakeTensorMode,
+    InternalTorchDynamoError,
+    TorchRuntimeError,
+    Unsupported,
+    aot_module_simplified,
+    detect_fake_mode,
+    dynamo_optimize,
+)
+from gradsync_fx.errors import (
+    CaptureError,
+    ForeignParameterError,
+    GradSyncError,
+    NoGradientError,
+    NoOptimizerError,
+)
+from gradsync_fx.interception import END_OF_STEP, Observed, intercepting, observed
+from gradsync_fx.ops import UPDATE
+from gradsync_fx.program import Kind, Leaf, Slot, Step, writes
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """A `Step` with the objects that it came from."""
+
+    step: Step
+    fake_mode: FakeTensorMode
+    optimizers: tuple[Optimizer, ...]
+    ddp: tuple[DistributedDataParallel, ...]
+    parameters: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    hooked: tuple[str, ...]
+
+
+OnCapture = Callable[[Capture], Callable[[list[Any]], Any]]
+
+
+def traced(
+    function: Callable[..., Any], on_capture: OnCapture, decompositions: Any, dynamic: bool | None
+) -> Callable[..., Any]:
+    """A callable that captures `function` as needed and hands each call's flat inputs to what `on_capture` returned.
+
+    Raises `CaptureError` (naming the user's line) when a step cannot be traced whole.
+    """
+
+    def whole_step(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        END_OF_STEP.drop_gradients()
+        return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+
+    def compile_graph(module: GraphModule, inputs: list[Any]) -> Any:
+        return _functional(module, inputs, on_capture, decompositions)
+
+    context = dynamo_optimize(backend=compile_graph, nopython=True, dynamic=dynamic)
+    context.callback._torchdynamo_orig_backend = _Scoped(context.callback._torchdynamo_orig_backend)
+    run = context(whole_step)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return run(*args, **kwargs)
+        except (
+            Unsupported, BackendCompilerFailed, InternalTorchDynamoError, TorchRuntimeError,
+        ) as failure:
+            raise _explained(failure, function) from failure
+
+    return call
+
+
+class _Scoped:
+    """Dynamo's frame converter, with the interception in force while it traces and at no other time."""
+
+    def __init__(self, callback: Any) -> None:
+        self._callback = callback
+        # Dynamo's C code walks this chain while frames are intercepted: a plain attribute, no Python code may run.
+        self._torchdynamo_orig_backend = callback._torchdynamo_orig_backend
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with intercepting():
+            return self._callback(*args, **kwargs)
+
+
+def _functional(
+    module: GraphModule, inputs: list[Any], on_capture: OnCapture, decompositions: Any
+) -> Any:
+    seen = observed()
+    sources = [
+        (n.meta["grapharg"].source.name, n.meta["grapharg"].example)
+        for n in module.graph.find_nodes(op="placeholder")
+    ]
+
+    def receive(graph: GraphModule, fakes: list[Any]) -> Any:
+        capture = _capture(graph, fakes, sources, seen)
+        ready: list[Callable[[list[Any]], Any]] = []
+
+        def boxed(args: list[Any]) -> Any:
+            # On the first call, not here: torch is in the middle of its own tracing, with fake tensors in force.
+            if not ready:
+                ready.append(on_capture(capture))
+            given = list(args)
+            args.clear()
+            return ready[0](given)
+
+        boxed._boxed_call = True  # type: ignore[attr-defined]
+        return boxed
+
+    compiled = aot_module_simplified(
+        module, inputs, fw_compiler=receive, inference_compiler=receive,
+        decompositions=decompositions, keep_inference_input_mutations=True,
+    )
+    return torch.compiler.disable(compiled, reason="a compiled gradsync_fx step")
+
+
+def _capture(
+    graph: GraphModule, fakes: list[Any], sources: list[tuple[str, Any]], seen: Observed
+) -> Capture:
+    if len(fakes) != len(sources):
+        raise CaptureError(
+            "inputs of the step", seen=f"{len(sources)} tensors became {len(fakes)} inputs",
+            wanted="inputs that are not views of one storage, and no tensor subclasses",
+            fix="pass tensors that own their storage (tensor.clone())",
+        )
+    parameters, buffers = _named_tensors(seen)
+    names = {id(t): n for n, t in (*buffers.items(), *parameters.items())}
+    owned = {id(p) for o in seen.optimizers for g in o.param_groups for p in g["params"]}
+    slots = []
+    for position, (source, real) in enumerate(sources):
+        name = names.get(id(real), _readable(source))
+        if isinstance(real, torch.Tensor) and (
+            isinstance(real, nn.Parameter) or id(real) in owned or _is_leaf(real, seen)
+        ):
+            kind = Kind.PARAMETER
+            parameters.setdefault(name, real)
+            names[id(real)] = name
+        elif any(real is b for b in buffers.values()):
+            kind = Kind.BUFFER
+        else:
+            kind = Kind.DATA
+        slots.append(Slot(kind, name, position))
+    leaves = {
+        i: Leaf(i, names.get(id(t), f"leaf {i}"), t) for i, t in enumerate(seen.leaves)  # type: ignore[arg-type]
+    }
+    step = Step(graph, tuple(slots), leaves)
+    _check(step, seen, parameters)
+    return Capture(
+        step=step,
+        fake_mode=detect_fake_mode(fakes),
+        optimizers=tuple(seen.optimizers),
+        ddp=tuple(m for _, m in seen.modules if isinstance(m, DistributedDataParallel)),
+        parameters=parameters,
+        buffers=buffers,
+        hooked=tuple(names.get(id(t), "a tensor") for t in seen.hooked),
+    )
+
+
+def _is_leaf(tensor: torch.Tensor, seen: Observed) -> bool:
+    return any(tensor is leaf for leaf in seen.leaves)
+
+
+def _named_tensors(seen: Observed) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Parameters and buffers of the outermost modules met, by the inner module's names (no `module.` of DDP)."""
+    inside = {id(c) for _, m in seen.modules for c in m.modules() if c is not m}
+    roots = [(s, m) for s, m in seen.modules if id(m) not in inside]
+    parameters: dict[str, torch.Tensor] = {}
+    buffers: dict[str, torch.Tensor] = {}
+    for source, root in roots:
+        inner = root.module if isinstance(root, DistributedDataParallel) else root
+        for found, named in (
+            (parameters, inner.named_parameters()),
+            (buffers, inner.named_buffers()),
+        ):
+            for name, tensor in named:
+                if any(tensor is t for t in found.values()):
+                    continue
+                name = name.replace(".module.", ".") if _has_inner_ddp(inner) else name
+                found[f"{_readable(source)}.{name}" if name in found else name] = tensor
+    return parameters, buffers
+
+
+def _has_inner_ddp(module: nn.Module) -> bool:
+    return any(isinstance(m, DistributedDataParallel) for m in module.modules())
+
+
+def _readable(source: str) -> str:
+    """`L['self'].net` -> `net`: a name for people from Dynamo's expression for a value."""
+    words = re.findall(r"[A-Za-z_][A-Za-z0-9_]*|\d+", re.sub(r"^[LG]\b", "", source))
+    return ".".join(w for w in words if w not in ("_modules", "_parameters", "_buffers")) or source
+
+
+def _check(step: Step, seen: Observed, parameters: dict[str, torch.Tensor]) -> None:
+    if not step.leaves:
+        raise NoGradientError(
+            "the step", seen="no parameter receives a gradient in it",
+            wanted="a call of loss.backward() that reaches at least one parameter",
+            fix="check requires_grad, and that the loss depends on the model",
+        )
+    graph = step.module.graph
+    written = any(step.slots[i].kind is Kind.PARAMETER for i in _written(step))
+    if not graph.find_nodes(op="call_function", target=UPDATE) and not written:
+        raise NoOptimizerError(
+            "the step", seen="it never reaches an optimizer: no parameter is changed",
+            wanted="a call of optimizer.step() on the parameters that loss.backward() reaches",
+            fix="call optimizer.step() in the step on every call; when it takes effect is decided for you",
+        )
+    known = {id(t) for t in parameters.values()} | {id(t) for t in seen.leaves}
+    for optimizer in seen.optimizers:
+        for gi, group in enumerate(optimizer.param_groups):
+            for pi, p in enumerate(group["params"]):
+                if id(p) not in known:
+                    raise ForeignParameterError(
+                        f"parameter {pi} of group {gi} of {type(optimizer).__name__} (shape {tuple(p.shape)})",
+                        seen="no module of the step holds it",
+                        wanted="an optimizer over the parameters of the model that the step trains",
+                        fix="build the optimizer from this model's parameters(), after any change of them",
+                    )
+
+
+def _written(step: Step) -> list[int]:
+    order = {n: i for i, n in enumerate(step.module.graph.find_nodes(op="placeholder"))}
+    return [order[w.args[0]] for w in writes(step.module)]  # type: ignore[index]
+
+
+def _explained(failure: BaseException, function: Callable[..., Any]) -> GradSyncError:
+    """The error of ours inside torch's, or torch's reason in our form with the user's line."""
+    cause: BaseException | None = failure
+    while cause is not None:
+        if isinstance(cause, GradSyncError):
+            return cause
+        cause = getattr(cause, "inner_exception", None) or cause.__cause__
+    text = str(failure)
+    code = getattr(function, "__code__", None)
+    found = [f for f in re.findall(r'File "([^"]+)", line (\d+)', text)]
+    home = torch.__path__[0]
+    own = [f"{file}:{line}" for file, line in found if not file.startswith(home)]
+    where = own[-1] if own else (f"{code.co_filename}:{code.co_firstlineno}" if code else "the step")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    reason = next((line for line in lines if line.startswith("Explanation")), lines[0] if lines else "")
+    hint = next((line for line in lines if line.startswith("Hint")), "")
+    return CaptureError(
+        f"graph break at {where}",
+        seen=(lines[0] if lines else type(failure).__name__) + (f" ({reason})" if reason not in lines[:1] else ""),
+        wanted="a step that is traced whole",
+        fix=hint.removeprefix("Hint: ") or "move this out of the step",
+    )

@@ -1,0 +1,138 @@
+"""A program while passes work on it: a copy of the step's graph whose every new node knows its fake value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from gradsync_fx import ops
+from gradsync_fx._torch import compute_unbacked_bindings
+from gradsync_fx.program import Kind, Program, Slot, Step, output_values
+
+
+@dataclass(slots=True)
+class Draft:
+    """`of` maps nodes of the step to their copies here; `slots` grows with each new input."""
+
+    name: str
+    module: GraphModule
+    slots: list[Slot]
+    of: dict[Node, Node]
+    fake_mode: Any
+    nan_outputs: tuple[int, ...] = ()
+    _inputs: dict[tuple[Kind, Any], Node] = field(default_factory=dict)
+
+    @classmethod
+    def copy_of(cls, name: str, step: Step, fake_mode: Any) -> Draft:
+        """A draft that starts as the whole step."""
+        graph = Graph()
+        of: dict[Node, Node] = {}
+        values = graph.graph_copy(step.module.graph, of)
+        (out,) = step.module.graph.find_nodes(op="output")
+        graph.output(values).meta.update(out.meta)
+        module = GraphModule(step.module, graph)
+        module.meta.update(step.module.meta)
+        return cls(name, module, list(step.slots), of, fake_mode)
+
+    @property
+    def graph(self) -> Graph:
+        return self.module.graph
+
+    def placeholders(self) -> list[Node]:
+        return self.graph.find_nodes(op="placeholder")
+
+    def input(self, slot: Slot, value: torch.Tensor) -> Node:
+        """The placeholder of a slot, made on first use; `value` is a real tensor of its form."""
+        known = self._inputs.get((slot.kind, slot.key))
+        if known is not None:
+            return known
+        holders = self.placeholders()
+        if holders:
+            where = self.graph.inserting_after(holders[-1])
+        else:
+            where = self.graph.inserting_before(next(iter(self.graph.nodes)))
+        with where:
+            node = self.graph.placeholder(f"{slot.kind.value}_{len(self.slots)}")
+        node.meta["val"] = self.fake_mode.from_tensor(value, static_shapes=True)
+        self.slots.append(slot)
+        self._inputs[slot.kind, slot.key] = node
+        return node
+
+    @contextmanager
+    def after(self, *nodes: Node) -> Iterator[None]:
+        """New nodes go behind the last of `nodes` (behind all inputs, for an input)."""
+        order = {n: i for i, n in enumerate(self.graph.nodes)}
+        last = max(nodes, key=order.__getitem__)
+        if last.op == "placeholder":
+            last = self.placeholders()[-1]
+        with self.graph.inserting_before(last.next):
+            yield
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        """A node at the insertion point, with the fake value of its result."""
+        node = self.graph.call_function(target, args, kwargs)
+        plain = torch.fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+        with self.fake_mode:
+            node.meta["val"] = target(*plain[0], **plain[1])
+        if target is ops.ITEM and self.fake_mode.shape_env is not None:
+            found = compute_unbacked_bindings(self.fake_mode.shape_env, node.meta["val"])
+            if found:
+                node.meta["unbacked_bindings"] = found
+        return node
+
+    def write(self, target: Node, value: Node) -> None:
+        """A lasting effect: `value` into an input, at the end of the program."""
+        (out,) = self.graph.find_nodes(op="output")
+        with self.graph.inserting_before(out):
+            self.call(torch.ops.aten.copy_.default, target, value)
+
+    def set_outputs(self, values: list[Any]) -> None:
+        (out,) = self.graph.find_nodes(op="output")
+        out.args = (tuple(values),)
+
+    def outputs(self) -> list[Any]:
+        return output_values(self.module)
+
+    def finish(self) -> Program:
+        """Drops what nothing lasting needs, collectives and unread inputs included, and checks the graph."""
+        kept = _needed(self.graph)
+        for node in reversed(list(self.graph.nodes)):
+            if node not in kept and node.op != "placeholder":
+                self.graph.erase_node(node)
+        slots = []
+        for node, slot in zip(self.placeholders(), self.slots, strict=True):
+            if node.users:
+                slots.append(slot)
+            else:
+                self.graph.erase_node(node)
+        self.graph.lint()
+        self.module.delete_all_unused_submodules()
+        self.module.recompile()
+        return Program(self.name, self.module, tuple(slots), self.nan_outputs)
+
+
+def _needed(graph: Graph) -> set[Node]:
+    """Outputs, writes into inputs, asserts, and all that they read. torch calls collectives impure; here they are not."""
+    kept: set[Node] = set()
+    stack = [
+        n
+        for n in graph.nodes
+        if n.op == "output"
+        or (n.target is torch.ops.aten.copy_.default)
+        or (n.op == "call_function" and n.is_impure() and not _is_communication(n))
+    ]
+    while stack:
+        node = stack.pop()
+        if node not in kept:
+            kept.add(node)
+            stack.extend(node.all_input_nodes)
+    return kept
+
+
+def _is_communication(node: Node) -> bool:
+    return ops.is_collective(node) or node.target is ops.WAIT

@@ -1,0 +1,76 @@
+"""Every error and warning of the package; each says culprit, seen, wanted, and what to do."""
+
+from __future__ import annotations
+
+
+class GradSyncError(Exception):
+    """Base of all errors raised by gradsync_fx.
+
+    The message is composed from `culprit` (parameter, node, or ``file:line`` of the user's code), what was `seen`,
+    what was `wanted`, and the way out (`fix`); all four stay readable as attributes.
+    """
+
+    def __init__(self, culprit: str, *, seen: str, wanted: str = "", fix: str = "") -> None:
+        self.culprit, self.seen, self.wanted, self.fix = culprit, seen, wanted, fix
+        text = f"{culprit}: {seen}"
+        if wanted:
+            text += f"\n  wanted: {wanted}"
+        if fix:
+            text += f"\n  what to do: {fix}"
+        super().__init__(text)
+
+
+class OptionError(GradSyncError, ValueError):
+    """An argument is unknown or has a value that is not legal."""
+
+
+class VersionError(GradSyncError):
+    """The installed torch lies outside the tested range, or lacks a private name that is needed."""
+
+
+class CaptureError(GradSyncError):
+    """The step cannot be traced whole."""
+
+
+class NoOptimizerError(CaptureError):
+    """The step never reaches an optimizer."""
+
+
+class NoGradientError(CaptureError):
+    """No parameter of the step ever receives a gradient."""
+
+
+class ForeignParameterError(CaptureError):
+    """An optimizer holds a parameter that no module of the step holds."""
+
+
+class UpdateError(CaptureError):
+    """The optimizer's update cannot be traced."""
+
+
+class ReadBeforeBoundaryError(GradSyncError):
+    """A gradient is read before the window closes, in a way that deferral would change."""
+
+
+class VerificationError(GradSyncError):
+    """A program breaks its own specification; a fault of this package, not of the user."""
+
+
+class WindowError(GradSyncError):
+    """A call that the state of the window does not allow."""
+
+
+class RanksDisagreeError(WindowError):
+    """The ranks stand at different places of the window, or run different programs."""
+
+
+class ReplicaMismatchError(GradSyncError):
+    """The ranks' copies of the model differ at the first call."""
+
+
+class StateError(GradSyncError):
+    """A saved state does not fit this step."""
+
+
+class GradSyncWarning(UserWarning):
+    """Class of all warnings of gradsync_fx."""

@@ -1,0 +1,60 @@
+"""A program becomes a callable: Inductor, or the graph itself for tests and debugging."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gradsync_fx._torch import (
+    TracingContext,
+    compile_fx_inner,
+    inductor_config,
+    inductor_joint_passes,
+    list_mode_options,
+    lookup_backend,
+    select_decomp_table,
+    tracing,
+)
+from gradsync_fx.options import Options
+from gradsync_fx.program import Program, output_values
+
+
+Compiled = Callable[[list[Any]], Any]
+
+
+def decompositions(options: Options) -> dict[Any, Any]:
+    """Inductor wants its own table already at capture; the others keep torch's ops and so eager's numbers."""
+    return dict(select_decomp_table()) if options.backend == "inductor" else {}
+
+
+def lower(program: Program, fake_mode: Any, options: Options) -> Compiled:
+    """Compiles a program. The callable takes the list of its inputs, which it may empty, and returns its outputs."""
+    if options.backend == "inductor":
+        return _inductor(program, fake_mode, options)
+    if options.backend in ("eager", "aot_eager"):
+        return lambda args: program.module(*args)
+    backend = lookup_backend(options.backend) if isinstance(options.backend, str) else options.backend
+    compiled = backend(program.module, program.inputs())
+    return lambda args: compiled(*args)
+
+
+def _inductor(program: Program, fake_mode: Any, options: Options) -> Compiled:
+    patches = dict(list_mode_options(options.mode)) if options.mode else {}
+    patches.update({k.replace("-", "_"): v for k, v in (options.options or {}).items()})
+    # Inductor rewrites what it is given; the program stays readable.
+    module = torch.fx.GraphModule(program.module, torch.fx.Graph())
+    module.graph = torch.fx.Graph()
+    values = module.graph.graph_copy(program.module.graph, {})
+    module.graph.output(values)
+    module.recompile()
+    inputs = program.inputs()
+    # A fresh context: strides that another program left in it would be taken for this one's.
+    with tracing(TracingContext(fake_mode)), inductor_config.patch(patches):
+        module = inductor_joint_passes(module)
+        (out,) = module.graph.find_nodes(op="output")
+        visible = [i for i, v in enumerate(output_values(module)) if isinstance(v, torch.fx.Node)]
+        out.meta["user_visible_output_idxs"] = visible
+        compiled: Compiled = compile_fx_inner(module, inputs)
+    return compiled

@@ -1,0 +1,461 @@
+"""The optimizer's update as a graph, traced apart from the step, from the user's own optimizer code.
+
+A twin of the optimizer runs its `step` once over fake tensors. Everything is an input:
+
+params, grads, state tensors             graph inputs
+lr, betas, step counters (Python numbers symbolic: arithmetic on them is cut out of the graph and runs on the host at
+and CPU tensors of one element)          each update (the same float64 arithmetic that eager does); the results enter
+                                         the program as scalars, so that no schedule ever recompiles anything
+everything else (flags, None, strings)   constants; a change of one of them needs a new trace (`Update.fits`)
+
+The same holds for comparisons of the symbolic numbers (`if weight_decay != 0`): they are kept as conditions.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.optim import Optimizer
+
+from gradsync_fx._torch import (
+    ConstantSource,
+    DimDynamic,
+    FakeTensorMode,
+    ShapeEnv,
+    make_fx,
+)
+from gradsync_fx.errors import UpdateError
+from gradsync_fx.optimizer_state import State, plain_step, shadow
+
+
+ITEM = torch.ops.aten._local_scalar_dense.default
+Place = tuple[str, int, Any]  # ("group", index, key) or ("state", position, key)
+
+
+@dataclass(slots=True)
+class Update:
+    """A traced update of the parameters at positions `which` of one optimizer.
+
+    graph inputs, in order: params, grads, state tensors (`states`), scalars (one for each output of `host`).
+    graph outputs: new params, then the tensors of `state_out`.
+    host: numbers at `numbers` -> (scalars for the graph, then the numbers of `number_out`).
+    """
+
+    optimizer: Optimizer
+    which: tuple[int, ...]
+    graph: Graph
+    states: list[Place]
+    state_out: list[Place]
+    host: GraphModule
+    numbers: list[tuple[list[Place], int | None]]
+    number_out: list[Place]
+    scalar_count: int
+    conditions: list[Any]
+    symbols: list[Any]
+    constants: list[tuple[Place, Any]]
+    tensors: dict[str, torch.Tensor]
+    structure: dict[int, tuple[str, ...]]
+
+    @property
+    def created(self) -> list[Place]:
+        """State tensors that this update makes anew (a first update whose start could not be foreseen)."""
+        return [place for place in self.state_out if place not in self.states]
+
+    def read_numbers(self, state: dict[int, State]) -> list[int | float] | None:
+        """The numbers as they are now (`state` is by position); None when the state has another structure than at
+        the trace, or when numbers that were equal no longer are."""
+        if self.structure != {i: tuple(state.get(i, {})) for i in self.which}:
+            return None
+        found: list[int | float] = []
+        for places, part in self.numbers:
+            first, *others = (self._read(place, part, state) for place in places)
+            if any(other != first for other in others):
+                return None
+            found.append(first)
+        return found
+
+    def _read(self, place: Place, part: int | None, state: dict[int, State]) -> int | float:
+        where, index, key = place
+        value = (self.optimizer.param_groups[index] if where == "group" else state[index])[key]
+        if part is not None:
+            value = value[part]
+        number: int | float = value.item() if isinstance(value, torch.Tensor) else value
+        return number
+
+    def fits(self, numbers: list[int | float] | None, state: dict[int, State]) -> bool:
+        """Whether the constants and conditions under which the update was traced still hold."""
+        if numbers is None:
+            return False
+        groups = self.optimizer.param_groups
+        for (where, index, key), value in self.constants:
+            owner = groups[index] if where == "group" else state[index]
+            if key not in owner or not _same(owner[key], value):
+                return False
+        if not self.conditions:
+            return True
+        values = dict(zip(self.symbols, numbers, strict=True))
+        return all(bool(c.xreplace(values)) for c in self.conditions)
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and not isinstance(a, torch.Tensor) and bool(a == b))
+
+
+def _is_counter(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.dim() == 0
+        and value.device.type == "cpu"
+        and not value.is_complex()
+        and value.dtype is not torch.bool
+    )
+
+
+class _Counter:
+    """Stands in for a one-element CPU state tensor: changes in place like a tensor, computes like a number."""
+
+    device = torch.device("cpu")
+    is_cpu, is_cuda, requires_grad = True, False, False
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        # torch's optimizers insist on tensors for their counters.
+        return torch.Tensor
+
+    def __neg__(self) -> Any:
+        return -self.value
+
+    def item(self) -> Any:
+        return self.value
+
+    def add_(self, other: Any, *, alpha: Any = 1) -> _Counter:
+        self.value = self.value + _plain(other) * alpha
+        return self
+
+    def mul_(self, other: Any) -> _Counter:
+        self.value = self.value * _plain(other)
+        return self
+
+    def copy_(self, other: Any) -> _Counter:
+        self.value = _plain(other)
+        return self
+
+    fill_ = copy_
+    __iadd__, __imul__ = add_, mul_
+
+
+def _plain(value: Any) -> Any:
+    return value.value if type(value) is _Counter else value
+
+
+def _forward(name: str) -> Any:
+    compute = getattr(operator, name)
+    return lambda self, other: compute(self.value, _plain(other))
+
+
+def _reflected(name: str) -> Any:
+    compute = getattr(operator, name)
+    return lambda self, other: compute(_plain(other), self.value)
+
+
+for _name in ("add", "sub", "mul", "truediv", "pow"):
+    setattr(_Counter, f"__{_name}__", _forward(_name))
+    setattr(_Counter, f"__r{_name}__", _reflected(_name))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(_Counter, f"__{_name}__", _forward(_name))
+
+
+def trace_update(
+    optimizer: Optimizer, which: tuple[int, ...], state: dict[int, State], decompositions: Any
+) -> Update:
+    """Traces `optimizer.step()` for the parameters at positions `which`, all of which have a gradient.
+
+    state: by position, what `optimizer.state` holds or will hold. Raises `UpdateError` when the optimizer's code
+    cannot be traced (data-dependent control flow, for instance).
+    """
+    try:
+        return _trace(optimizer, which, state, decompositions, counters=True)
+    except UpdateError:
+        # Some optimizers compute tensors from their counters: then counters are tensors of the program.
+        return _trace(optimizer, which, state, decompositions, counters=False)
+
+
+def _trace(
+    optimizer: Optimizer,
+    which: tuple[int, ...],
+    state: dict[int, State],
+    decompositions: Any,
+    *,
+    counters: bool,
+) -> Update:
+    flat = [(gi, p) for gi, group in enumerate(optimizer.param_groups) for p in group["params"]]
+    # Hyper-parameters 0 and 1 are values like any other: no specialisation on them.
+    env = ShapeEnv(specialize_zero_one=False, duck_shape=False)
+    mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True, static_shapes=True)
+    carriers: list[Any] = []
+    numbers: list[tuple[list[Place], int | None]] = []
+    shared: dict[Any, int] = {}
+    symbols: list[Any] = []
+    constants: list[tuple[Place, Any]] = []
+    states: list[Place] = []
+    state_fakes: list[Any] = []
+
+    def number(value: int | float, place: Place, part: int | None = None) -> Any:
+        if place[0] == "state":
+            # The counters of a group's parameters are one number as long as they are equal.
+            same = (flat[place[1]][0], place[2], type(value), value)
+            if same in shared:
+                numbers[shared[same]][0].append(place)
+                return shared[same]
+            shared[same] = len(carriers)
+        dtype = torch.float64 if isinstance(value, float) else torch.int64
+        carrier: Any = mode.from_tensor(torch.tensor(value, dtype=dtype))
+        source = ConstantSource(f"n{len(carriers)}")
+        symbol = env.create_unspecified_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+        make = env.create_symfloatnode if isinstance(value, float) else env.create_symintnode
+        carrier.item_memo = make(symbol, hint=value, source=source)
+        carriers.append(carrier)
+        numbers.append(([place], part))
+        symbols.append(symbol)
+        return len(carriers) - 1
+
+    def encode(value: Any, place: Place) -> Any:
+        if type(value) is float or (type(value) is int and place[0] == "state"):
+            return ("number", number(value, place))
+        if type(value) is tuple and any(type(v) is float for v in value):
+            parts = [
+                ("number", number(v, place, i)) if type(v) is float else ("constant", v)
+                for i, v in enumerate(value)
+            ]
+            return ("tuple", parts)
+        if counters and place[0] == "state" and _is_counter(value):
+            return ("counter", number(value.item(), place))
+        if isinstance(value, torch.Tensor):
+            states.append(place)
+            state_fakes.append(mode.from_tensor(value.detach()))
+            return ("tensor", len(states) - 1)
+        constants.append((place, value))
+        return ("constant", value)
+
+    groups = [
+        {k: encode(v, ("group", gi, k)) for k, v in group.items() if k != "params"}
+        for gi, group in enumerate(optimizer.param_groups)
+    ]
+    entries = [{k: encode(v, ("state", i, k)) for k, v in state.get(i, {}).items()} for i in which]
+    with mode:
+        params = [
+            torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device=p.device)
+            for p in (flat[i][1] for i in which)
+        ]
+        grads = [torch.empty_like(p) for p in params]
+    left: list[tuple[Place, Any]] = []
+
+    def run(params: Any, grads: Any, tensors: Any, carriers: Any) -> Any:
+        params = [p.clone() for p in params]
+        tensors = [t.clone() for t in tensors]
+        values = [c.item() for c in carriers]
+
+        def decode(code: Any) -> Any:
+            what, value = code
+            if what == "number":
+                return values[value]
+            if what == "counter":
+                return _Counter(values[value])
+            if what == "tensor":
+                return tensors[value]
+            return tuple(decode(v) for v in value) if what == "tuple" else value
+
+        twin_groups: list[dict[str, Any]] = []
+        for code in groups:
+            group = {k: decode(v) for k, v in code.items()}
+            group["params"] = []
+            _settle_flavour(group, capturable=not counters)
+            twin_groups.append(group)
+        for p, g, i in zip(params, grads, which, strict=True):
+            p.grad = g
+            twin_groups[flat[i][0]]["params"].append(p)
+        held = {
+            p: {k: decode(v) for k, v in code.items()}
+            for p, code in zip(params, entries, strict=True)
+            if code
+        }
+        before = [dict(group) for group in twin_groups]
+        twin = shadow(optimizer, twin_groups, held)
+        with torch.no_grad():
+            plain_step(optimizer)(twin)
+        left.clear()
+        for p, i in zip(params, which, strict=True):
+            left.extend((("state", i, k), _plain(v)) for k, v in twin.state.get(p, {}).items())
+        for gi, group in enumerate(twin_groups):
+            left.extend(
+                (("group", gi, k), v)
+                for k, v in group.items()
+                if k != "params" and _changed(before[gi].get(k), v)
+            )
+        return params, [v for _, v in left if isinstance(v, torch.Tensor | torch.SymInt | torch.SymFloat)]
+
+    try:
+        with mode, _as_when_compiling(optimizer):
+            traced = make_fx(
+                torch.func.functionalize(run, remove="mutations_and_views"),
+                decomposition_table=decompositions,
+                _allow_non_fake_inputs=True,
+            )(params, grads, state_fakes, carriers)
+    except Exception as failure:
+        raise UpdateError(
+            f"{type(optimizer).__name__}.step",
+            seen=f"its code cannot be traced ({type(failure).__name__}: {_first_line(failure)})",
+            wanted="an update whose control flow does not depend on tensor values",
+            fix="use an optimizer that torch.compile can trace",
+        ) from failure
+    outs = [(place, v) for place, v in left if isinstance(v, torch.Tensor | torch.SymInt | torch.SymFloat)]
+    counts = (len(params), len(grads), len(states), len(carriers))
+    pieces = _split_host(traced.graph, counts, len(params), outs)
+    return Update(
+        optimizer=optimizer, which=which, states=states, numbers=numbers, symbols=symbols,
+        structure={i: tuple(state.get(i, {})) for i in which},
+        constants=constants, conditions=_conditions(env, symbols),
+        tensors={n.target: getattr(traced, n.target) for n in traced.graph.find_nodes(op="get_attr")},
+        **pieces,
+    )
+
+
+def _first_line(failure: Exception) -> str:
+    return (str(failure).strip().splitlines() or [""])[0][:200]
+
+
+def _changed(a: Any, b: Any) -> bool:
+    return a is not b and isinstance(b, torch.Tensor | torch.SymInt | torch.SymFloat)
+
+
+def _conditions(env: Any, symbols: list[Any]) -> list[Any]:
+    mine = set(symbols)
+    found = [g.expr for g in env.guards]
+    return list(dict.fromkeys(e for e in found if e.free_symbols and e.free_symbols <= mine))
+
+
+def _settle_flavour(group: dict[str, Any], *, capturable: bool) -> None:
+    """One parameter at a time: what a compiler wants, with the same arithmetic."""
+    if capturable and "capturable" in group:
+        group["capturable"] = True
+    if "foreach" in group:
+        group["foreach"] = False
+    if group.get("fused"):
+        group["fused"] = False
+
+
+@contextmanager
+def _as_when_compiling(optimizer: Optimizer) -> Iterator[None]:
+    """torch's optimizers take their traceable branches; `min` and `max` in the optimizer's file accept symbols."""
+    home = inspect.unwrap(plain_step(optimizer)).__globals__
+
+    def chosen(plain: Any, symbolic: Any) -> Any:
+        def choose(*args: Any, **kwargs: Any) -> Any:
+            if any(isinstance(a, torch.SymFloat | torch.SymInt) for a in args):
+                result = args[0]
+                for other in args[1:]:
+                    result = symbolic(result, other)
+                return result
+            return plain(*args, **kwargs)
+
+        return choose
+
+    pair = {"min": chosen(min, torch.sym_min), "max": chosen(max, torch.sym_max)}
+    with (
+        mock.patch("torch.compiler.is_compiling", return_value=True),
+        # functionalize has no rule for this one composite op.
+        mock.patch.object(torch.Tensor, "square_", lambda self: self.pow_(2)),
+        mock.patch.dict(home, {k: v for k, v in pair.items() if k not in home}),
+    ):
+        yield
+
+
+def _split_host(
+    traced: Graph, counts: tuple[int, ...], params: int, outs: list[tuple[Place, Any]]
+) -> dict[str, Any]:
+    """Cuts arithmetic on Python numbers out of the graph; what tensors need of it becomes a scalar input."""
+    holders = traced.find_nodes(op="placeholder")
+    carriers = set(holders[sum(counts[:3]) :])
+    host_nodes: set[Node] = set()
+    for node in traced.nodes:
+        if node.op != "call_function":
+            continue
+        inputs = node.all_input_nodes
+        if node.target is ITEM and inputs[0] in carriers:
+            host_nodes.add(node)
+        elif inputs and all(n in host_nodes for n in inputs) and not _tensor_valued(node):
+            host_nodes.add(node)
+    (out,) = traced.find_nodes(op="output")
+    flat_out = list(torch.utils._pytree.arg_tree_leaves(*out.args))
+    ports: dict[Node, None] = {}
+    for node in traced.nodes:
+        if node.op == "call_function" and node not in host_nodes:
+            for n in node.all_input_nodes:
+                if n in host_nodes:
+                    ports[n] = None
+    number_out = [(place, v) for (place, _), v in zip(outs, flat_out[params:], strict=True)
+                  if v in host_nodes or not isinstance(v, Node)]
+
+    host = Graph()
+    known: dict[Any, Node] = {}
+    env: dict[Node, Any] = {h: host.placeholder(f"n{i}") for i, h in enumerate(holders[sum(counts[:3]):])}
+    for node in traced.nodes:
+        if node in host_nodes:
+            if node.target is ITEM:
+                env[node] = env[node.all_input_nodes[0]]
+                continue
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), env.__getitem__)
+            value = (node.target, args, tuple(kwargs.items()))
+            if value not in known:
+                known[value] = host.node_copy(node, env.__getitem__)
+            env[node] = known[value]
+    values: dict[Node, Node] = {}
+    for p in ports:
+        values.setdefault(env[p], p)
+    host.output(tuple(values) + tuple(env.get(v, v) for _, v in number_out))
+
+    graph = Graph()
+    inner: dict[Node, Node] = {}
+    for i, h in enumerate(holders[: sum(counts[:3])]):
+        inner[h] = graph.placeholder(f"t{i}")
+    carried = {v: graph.placeholder(f"s{i}") for i, v in enumerate(values)}
+    read = {v: graph.call_function(ITEM, (holder,)) for v, holder in carried.items()}
+    items = {p: read[env[p]] for p in ports}
+    for node in traced.nodes:
+        if node.op not in ("call_function", "get_attr") or node in host_nodes:
+            continue
+        if node.target is torch.ops.aten.clone.default and node.args[0] in inner and node.args[0].op == "placeholder":
+            inner[node] = inner[node.args[0]]
+            continue
+        inner[node] = graph.node_copy(node, lambda n: items[n] if n in items else inner[n])
+    tensors_out = [
+        (place, v) for (place, _), v in zip(outs, flat_out[params:], strict=True)
+        if isinstance(v, Node) and v not in host_nodes
+    ]
+    graph.output(tuple(inner[n] for n in flat_out[:params]) + tuple(inner[v] for _, v in tensors_out))
+    graph.eliminate_dead_code()
+    return {
+        "graph": graph,
+        "host": GraphModule({}, host),
+        "scalar_count": len(values),
+        "state_out": [place for place, _ in tensors_out],
+        "number_out": [place for place, _ in number_out],
+    }
+
+
+def _tensor_valued(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor) or isinstance(node.target, torch._ops.OpOverload)
+
+
+__all__ = ["ITEM", "Place", "Update", "trace_update"]

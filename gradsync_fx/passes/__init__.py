@@ -1,0 +1,38 @@
+"""The three pipelines, in the order in which they run; nothing else decides what a program is."""
+
+from __future__ import annotations
+
+from gradsync_fx.draft import Draft
+from gradsync_fx.journal import Journal
+from gradsync_fx.passes.accumulate import (
+    accumulate_gradients,
+    drop_boundary_effects,
+    leave_parameters,
+)
+from gradsync_fx.passes.base import Pass, run_passes
+from gradsync_fx.passes.reduce import (
+    forget_micro_step,
+    reduce_sums,
+    reduce_window,
+    reset_accumulators,
+)
+from gradsync_fx.passes.update import inline_updates
+from gradsync_fx.plan import Plan
+from gradsync_fx.program import Program
+from gradsync_fx.verify import verify
+
+
+PIPELINES: dict[str, list[Pass]] = {
+    "accumulate": [accumulate_gradients, leave_parameters, drop_boundary_effects],
+    "boundary": [reduce_window, inline_updates, reset_accumulators],
+    "tail": [forget_micro_step, reduce_sums, inline_updates, reset_accumulators],
+}
+
+
+def build(name: str, plan: Plan, fake_mode: object, journal: Journal) -> Program:
+    """One program of a step, verified."""
+    draft = Draft.copy_of(name, plan.step, fake_mode)
+    run_passes(draft, plan, PIPELINES[name], journal)
+    program = draft.finish()
+    verify(program, plan)
+    return program

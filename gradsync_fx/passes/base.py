@@ -1,0 +1,25 @@
+"""The shape of a pass, and the runner that applies, checks, times and journals it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from gradsync_fx.draft import Draft
+from gradsync_fx.journal import Entry, Journal
+from gradsync_fx.plan import Plan
+
+
+Pass = Callable[[Draft, Plan], None]
+
+
+def run_passes(draft: Draft, plan: Plan, passes: list[Pass], journal: Journal) -> None:
+    """Applies the passes in order, checks the graph after each, and writes the journal."""
+    for one in passes:
+        before, start = len(draft.graph.nodes), time.perf_counter()
+        one(draft, plan)
+        draft.graph.lint()
+        spent = (time.perf_counter() - start) * 1e3
+        journal.entries.append(
+            Entry(draft.name, one.__name__, spent, before, len(draft.graph.nodes))
+        )

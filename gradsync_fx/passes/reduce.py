@@ -1,0 +1,109 @@
+"""Boundary and tail: the window's gradient in place of each marker.
+
+boundary   acc + g  \
+tail       acc       } -> cat of the bucket -> all_reduce -> wait -> / divisor -> what clipping and the update read
+
+R(sum_i g_i) / D once, where D counts the terms of all ranks; synchronising each micro-step computes
+sum_i R(g_i / k) / ranks. Equal in exact arithmetic, not bitwise. A bucket's all-reduce starts behind its last add.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from gradsync_fx import ops
+from gradsync_fx.draft import Draft
+from gradsync_fx.passes.accumulate import accumulator, add_to_accumulator, cast
+from gradsync_fx.plan import Bucket, Plan
+from gradsync_fx.program import Kind, Slot
+
+
+_aten = torch.ops.aten
+
+
+def reduce_bucket(draft: Draft, plan: Plan, bucket: Bucket, terms: list[Node]) -> list[Node]:
+    """The terms, one for each leaf of the bucket, summed over the ranks by one all-reduce; dtypes as before."""
+    group = bucket.reduction.group
+    if group is None:
+        return terms
+    with draft.after(*terms):
+        wire = [cast(draft, t, plan.wire_dtype or t.meta["val"].dtype) for t in terms]
+        pieces = [draft.call(_aten.reshape.default, w, [-1]) for w in wire]
+        flat = pieces[0] if len(pieces) == 1 else draft.call(_aten.cat.default, pieces)
+        started = draft.call(ops.ALL_REDUCE, flat, bucket.reduction.op, group)
+        waited = draft.call(ops.WAIT, started)
+        reduced, start = [], 0
+        for term in terms:
+            shape, count = list(term.meta["val"].shape), term.meta["val"].numel()
+            piece = draft.call(_aten.slice.Tensor, waited, 0, start, start + count)
+            view = draft.call(_aten.reshape.default, piece, shape)
+            reduced.append(cast(draft, view, term.meta["val"].dtype))
+            start += count
+    return reduced
+
+
+def _divide(draft: Draft, bucket: Bucket, values: list[Node]) -> list[Node]:
+    form = torch.empty((), dtype=torch.float64)
+    holder = draft.input(Slot(Kind.SCALAR, f"divisor ({bucket.reduction.divisor})",
+                              ("divisor", bucket.reduction.divisor)), form)
+    divided = []
+    for value in values:
+        with draft.after(value):
+            divided.append(draft.call(_aten.div.Tensor, value, holder))
+    return divided
+
+
+def _install(draft: Draft, plan: Plan, bucket: Bucket, sums: list[Node]) -> None:
+    for leaf, value in zip(bucket.leaves, sums, strict=True):
+        (step_marker, *_) = plan.regions.gradients[leaf]
+        marker = draft.of[step_marker]
+        hand = plan.regions.hand.get(leaf)
+        old = marker if hand is None else draft.of[hand.wait]
+        with draft.after(value):
+            gradient = cast(draft, value, old.meta["val"].dtype)
+        readers = [u for u in old.users if u is not gradient]
+        for reader in readers:
+            reader.replace_input_with(old, gradient)
+
+
+def reduce_window(draft: Draft, plan: Plan) -> None:
+    """Boundary program: this micro-step's gradient joins the window's sum, which is reduced and handed on."""
+    for bucket in plan.buckets:
+        gradients = [draft.of[plan.regions.gradients[leaf][0]].args[0] for leaf in bucket.leaves]
+        if plan.sync_each_batch:
+            terms = reduce_bucket(draft, plan, bucket, gradients)  # type: ignore[arg-type]
+            sums = [add_to_accumulator(draft, plan, leaf, t)
+                    for leaf, t in zip(bucket.leaves, terms, strict=True)]
+        else:
+            totals = [add_to_accumulator(draft, plan, leaf, g)  # type: ignore[arg-type]
+                      for leaf, g in zip(bucket.leaves, gradients, strict=True)]
+            sums = reduce_bucket(draft, plan, bucket, totals)
+        _install(draft, plan, bucket, _divide(draft, bucket, sums))
+
+
+def reduce_sums(draft: Draft, plan: Plan) -> None:
+    """Tail program: the sums as they are, reduced unless every micro-step was."""
+    for bucket in plan.buckets:
+        sums = [accumulator(draft, plan, leaf) for leaf in bucket.leaves]
+        if not plan.sync_each_batch:
+            sums = reduce_bucket(draft, plan, bucket, sums)
+        _install(draft, plan, bucket, _divide(draft, bucket, sums))
+
+
+def reset_accumulators(draft: Draft, plan: Plan) -> None:
+    """The window is over: every accumulator becomes zero."""
+    (end,) = draft.graph.find_nodes(op="output")
+    for leaf in plan.regions.leaves:
+        acc = accumulator(draft, plan, leaf)
+        with draft.graph.inserting_before(end):
+            zeros = draft.call(_aten.full_like.default, acc, 0)
+        draft.write(acc, zeros)
+
+
+def forget_micro_step(draft: Draft, plan: Plan) -> None:
+    """Tail program: no outputs, and only the writes of the boundary."""
+    for write in list(draft.graph.find_nodes(op="call_function", target=_aten.copy_.default)):
+        if write not in {draft.of[w] for w in plan.regions.boundary_writes}:
+            draft.graph.erase_node(write)
+    draft.set_outputs([])

@@ -1,0 +1,74 @@
+"""Boundary and tail: the traced update in place of each `update` marker.
+
+update(h, which, params, grads) -> params'     becomes the optimizer's own graph; its state tensors and host scalars
+                                               become inputs, and its new state becomes writes
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from gradsync_fx.draft import Draft
+from gradsync_fx.plan import Plan
+from gradsync_fx.program import Kind, Slot
+
+
+def update_key(node: Node) -> str:
+    """Names one update of a step: the node's place among its updates is stable under copying."""
+    return node.name
+
+
+def inline_updates(draft: Draft, plan: Plan) -> None:
+    """Copies each traced update into the program. Names of state slots tell optimizer, parameter and key."""
+    for step_node in plan.regions.updates:
+        marker = draft.of[step_node]
+        key = update_key(step_node)
+        update = plan.updates[key]
+        params, grads = list(marker.args[2]), list(marker.args[3])  # type: ignore[arg-type]
+        label = type(update.optimizer).__name__
+        inputs: list[Any] = [*params, *grads]
+        for i, (place, tensor) in enumerate(
+            zip(update.states, plan.state_tensors[key], strict=True)
+        ):
+            slot = Slot(Kind.STATE, f"{label}[{place[1]}].{place[2]}", (key, i))
+            inputs.append(draft.input(slot, tensor))
+        form = torch.empty((), dtype=torch.float64)
+        for i in range(update.scalar_count):
+            inputs.append(draft.input(Slot(Kind.SCALAR, f"{label} scalar {i}", (key, i)), form))
+        held = dict(zip(update.states, inputs[len(params) + len(grads) :], strict=False))
+        results = _inline(draft, marker, update, inputs)
+        new_params, new_state = results[: len(params)], results[len(params) :]
+        for item in list(marker.users):
+            item.replace_all_uses_with(new_params[item.args[1]])  # type: ignore[index]
+        for place, value in zip(update.state_out, new_state, strict=True):
+            if place in held:
+                draft.write(held[place], value)
+            else:
+                draft.set_outputs([*draft.outputs(), value])
+
+
+def _inline(draft: Draft, marker: Node, update: Any, inputs: list[Node]) -> list[Node]:
+    env: dict[Node, Any] = dict(zip(update.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    with draft.graph.inserting_before(marker):
+        for node in update.graph.nodes:
+            if node.op == "get_attr":
+                name = f"_{update_name(update)}_{node.target}"
+                draft.module.register_buffer(name, update.tensors[node.target])
+                env[node] = draft.graph.get_attr(name)
+                env[node].meta["val"] = draft.fake_mode.from_tensor(update.tensors[node.target])
+            elif node.op == "call_function":
+                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), env.__getitem__)
+                env[node] = draft.call(node.target, *args, **kwargs)
+    (out,) = update.graph.find_nodes(op="output")
+    return [env[n] for n in out.args[0]]
+
+
+def update_name(update: Any) -> str:
+    """A word for attribute names."""
+    return type(update.optimizer).__name__.lower()
+
+
+__all__ = ["inline_updates", "update_key"]
