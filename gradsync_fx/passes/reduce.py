@@ -97,7 +97,11 @@ def reset_accumulators(draft: Draft, plan: Plan) -> None:
     for leaf in plan.regions.leaves:
         acc = accumulator(draft, plan, leaf)
         with draft.graph.inserting_before(end):
-            zeros = draft.call(_aten.full_like.default, acc, 0)
+            form = acc.meta["val"]
+            zeros = draft.call(
+                _aten.full.default, list(form.shape), 0.0,
+                dtype=form.dtype, device=form.device, pin_memory=False,
+            )
         draft.write(acc, zeros)
 
 

@@ -35,8 +35,9 @@ def inline_updates(draft: Draft, plan: Plan) -> None:
         ):
             slot = Slot(Kind.STATE, f"{label}[{place[1]}].{place[2]}", (key, i))
             inputs.append(draft.input(slot, tensor))
-        form = torch.empty((), dtype=torch.float64)
         for i in range(update.scalar_count):
+            # One tensor for each: equal tensors would share one fake value, and that one symbol.
+            form = torch.empty((), dtype=torch.float64)
             inputs.append(draft.input(Slot(Kind.SCALAR, f"{label} scalar {i}", (key, i)), form))
         held = dict(zip(update.states, inputs[len(params) + len(grads) :], strict=False))
         results = _inline(draft, marker, update, inputs)
