@@ -82,7 +82,13 @@ except ImportError as missing:
         fix="install a tested torch, or a release of gradsync_fx that knows this one",
     ) from missing
 
+# Renamed in 2.13; the old name warns there.
+all_gather_single = getattr(
+    torch.distributed, "all_gather_single", None
+) or torch.distributed.all_gather_into_tensor
+
 __all__ = [
+    "all_gather_single",
     "BackendCompilerFailed",
     "ConstantSource",
     "ConstantVariable",

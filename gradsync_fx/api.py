@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from gradsync_fx.capture import traced
-from gradsync_fx.executor import Executor
+from gradsync_fx.executor import Executor, Prepared
+from gradsync_fx.inspection.report import Report, make_report
 from gradsync_fx.lowering import decompositions
 from gradsync_fx.options import Options
 
@@ -36,6 +37,16 @@ class OptimizedStep:
         if first:
             executor.drop_user_gradients()
         return result
+
+    def prepare(self, *args: Any, **kwargs: Any) -> None:
+        """Captures and compiles for these arguments without running anything."""
+        self._executor.preparing = True
+        try:
+            self._call(*args, **kwargs)
+        except Prepared:
+            pass
+        finally:
+            self._executor.preparing = False
 
     @property
     def sync_gradients(self) -> bool:
@@ -85,6 +96,22 @@ class OptimizedStep:
     def discard(self) -> None:
         """Drops the open window; `micro_step` keeps counting."""
         self._executor.discard()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters, accumulators by parameter name, k, world size: plain tensors and numbers.
+
+        What differs between ranks has the rank in its key. A run that is stopped inside a window and resumed from it
+        is bitwise the run that was not.
+        """
+        return self._executor.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes what `state_dict` gave. Raises `StateError` with both values where it does not fit."""
+        self._executor.load_state_dict(state)
+
+    def report(self) -> Report:
+        """What the rewrite changed, for what has been captured so far. Raises `WindowError` before the first call."""
+        return make_report(self._executor.captures, self._executor.k)
 
     def set_gradient_accumulation_steps(self, k: int) -> None:
         """Another window length from the next window on. Raises `WindowError` inside a window. Never recompiles."""

@@ -81,7 +81,8 @@ class CapturedStep:
     def accumulate(self, args: list[Any]) -> Any:
         """One micro-step into the accumulators."""
         program, compiled = self.compile("accumulate")
-        return compiled(self._inputs(program, args, {}))
+        with torch.no_grad():
+            return compiled(self._inputs(program, args, {}))
 
     def boundary(self, args: list[Any], divisors: dict[str, float]) -> Any:
         """One micro-step, the reduction of the window and the update."""
@@ -111,7 +112,8 @@ class CapturedStep:
                 held[Kind.STATE, (key, i)] = tensor
             for i, scalar in enumerate(binding.scalars(updates[key])):
                 held[Kind.SCALAR, (key, i)] = scalar
-        results = list(compiled(self._inputs(program, args, held)))
+        with torch.no_grad():
+            results = list(compiled(self._inputs(program, args, held)))
         for key in reversed(self.bindings):
             count = len(updates[key].created)
             created = results[len(results) - count :]

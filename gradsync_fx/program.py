@@ -7,12 +7,12 @@ Program   a graph ready to be lowered; takes the step's inputs that it still rea
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule, Node, map_arg
 
 
 class Kind(Enum):
@@ -55,12 +55,35 @@ class Step:
     module: GraphModule
     slots: tuple[Slot, ...]
     leaves: dict[int, Leaf]
-    names: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         found = len(self.module.graph.find_nodes(op="placeholder"))
         if found != len(self.slots):
             raise AssertionError(f"{found} placeholders, {len(self.slots)} slots")
+
+
+    def structure(self) -> str:
+        """Equal for two captures exactly when they compute the same thing from the same slots.
+
+        Names of nodes and metadata other than the values' form do not count.
+        """
+        number = {node: i for i, node in enumerate(self.module.graph.nodes)}
+        lines = [f"{slot.kind.value} {slot.name} {slot.key}" for slot in self.slots]
+        for node in number:
+            args = map_arg((node.args, node.kwargs), lambda n: f"%{number[n]}")
+            form = form_of(node.meta.get("val")) if node.op == "placeholder" else ""
+            target = "" if node.op == "placeholder" else str(node.target)
+            lines.append(f"{node.op} {target} {args} {form}")
+            if node.op == "get_attr":
+                lines.append(str(id(getattr(self.module, str(node.target)))))
+        return "\n".join(lines)
+
+
+def form_of(value: Any) -> str:
+    """Shape, strides, dtype and device of a tensor; a symbol by its name."""
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)} {value.stride()} {value.dtype} {value.device}"
+    return str(value)
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from gradsync_fx._torch import all_gather_single
 from gradsync_fx.errors import RanksDisagreeError, ReplicaMismatchError
 
 
@@ -40,7 +41,7 @@ def _gather(group: ProcessGroup, values: Sequence[int]) -> list[list[int]]:
     mine = torch.tensor(values, dtype=torch.int64, device=_device(group))
     world = dist.get_world_size(group)
     everyone = torch.empty(world * len(values), dtype=torch.int64, device=mine.device)
-    dist.all_gather_into_tensor(everyone, mine, group=group)
+    all_gather_single(everyone, mine, group=group)
     return everyone.view(world, len(values)).tolist()
 
 

@@ -1,0 +1,48 @@
+# `make demo` shows the library at work; `make test` is the whole check of a change, the same here and in CI.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+# Two ranks on two cores: one thread each.
+OMP_NUM_THREADS ?= 1
+export OMP_NUM_THREADS
+
+.DELETE_ON_ERROR:
+.PHONY: demo test format clean
+
+demo: $(VENV)/.examples
+	$(BIN)/torchrun --nproc-per-node 2 examples/train_text.py
+
+test: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+# Formats the code, and writes the layout table of README.md anew from the modules' docstrings.
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/python tests/test_docs.py
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Stamp files: an environment is filled once, and again only when what it is made from changes.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo '$(PYTHON) is older than 3.11 or missing; name another: make PYTHON=python3.12' >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+$(VENV)/.examples: pyproject.toml constraints.txt | $(BIN)/python
+	@echo 'Installing into $(VENV) (torch is large: this can take some minutes) ...'
+	$(INSTALL) --editable '.[examples]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	@echo 'Installing into $(VENV) (torch is large: this can take some minutes) ...'
+	$(INSTALL) --editable '.[dev]'
+	@touch $@ $(VENV)/.examples
