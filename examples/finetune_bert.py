@@ -71,7 +71,7 @@ def accuracy(net, batch: dict[str, Tensor]) -> float:
 
 
 def train(console: Console, rank: int, world: int, epochs: int, args) -> None:
-    pairs = docstrings(PACKAGES)[: 400 if args.quick else None]
+    pairs = docstrings(PACKAGES)[: 300 if args.quick else None]
     torch.manual_seed(0)  # the same weights on every rank
     if args.checkpoint:
         tokenizer = AutoTokenizer.from_pretrained(args.checkpoint)

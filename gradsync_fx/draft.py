@@ -15,6 +15,10 @@ from gradsync_fx._torch import compute_unbacked_bindings
 from gradsync_fx.program import Kind, Program, Slot, Step, output_values
 
 
+def _start_of_ops() -> None:
+    """Marks where inputs end; gone from the finished program."""
+
+
 @dataclass(slots=True)
 class Draft:
     """`of` maps nodes of the step to their copies here; `slots` grows with each new input."""
@@ -26,6 +30,7 @@ class Draft:
     fake_mode: Any
     nan_outputs: tuple[int, ...] = ()
     _inputs: dict[tuple[Kind, Any], Node] = field(default_factory=dict)
+    _start: Node | None = None
 
     @classmethod
     def copy_of(cls, name: str, step: Step, fake_mode: Any) -> Draft:
@@ -51,12 +56,7 @@ class Draft:
         known = self._inputs.get((slot.kind, slot.key))
         if known is not None:
             return known
-        holders = self.placeholders()
-        if holders:
-            where = self.graph.inserting_after(holders[-1])
-        else:
-            where = self.graph.inserting_before(next(iter(self.graph.nodes)))
-        with where:
+        with self.graph.inserting_before(self._first_op()):
             node = self.graph.placeholder(f"{slot.kind.value}_{len(self.slots)}")
         node.meta["val"] = self.fake_mode.from_tensor(value, static_shapes=True)
         self.slots.append(slot)
@@ -66,12 +66,18 @@ class Draft:
     @contextmanager
     def after(self, *nodes: Node) -> Iterator[None]:
         """New nodes go behind the last of `nodes` (behind all inputs, for an input)."""
-        order = {n: i for i, n in enumerate(self.graph.nodes)}
-        last = max(nodes, key=order.__getitem__)
-        if last.op == "placeholder":
-            last = self.placeholders()[-1]
-        with self.graph.inserting_before(last.next):
+        last = max(nodes)
+        where = self._first_op() if last.op == "placeholder" else last.next
+        with self.graph.inserting_before(where):
             yield
+
+    def _first_op(self) -> Node:
+        if self._start is None:
+            self._start = next(n for n in self.graph.nodes if n.op != "placeholder")
+            # Passes may erase an op, but never this one.
+            with self.graph.inserting_before(self._start):
+                self._start = self.graph.call_function(_start_of_ops)
+        return self._start
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """A node at the insertion point, with the fake value of its result."""

@@ -50,8 +50,9 @@ def _inductor(program: Program, fake_mode: Any, options: Options) -> Compiled:
     module.graph.output(values)
     module.recompile()
     inputs = program.inputs()
-    # A fresh context: strides that another program left in it would be taken for this one's.
-    with tracing(TracingContext(fake_mode)), inductor_config.patch(patches):
+    # A fresh context: strides that another program left in it would be taken for this one's. Inductor's passes make
+    # tensors of their own, as if called by AOTAutograd: with the fake mode in force.
+    with fake_mode, tracing(TracingContext(fake_mode)), inductor_config.patch(patches):
         module = inductor_joint_passes(module)
         (out,) = module.graph.find_nodes(op="output")
         visible = [i for i, v in enumerate(output_values(module)) if isinstance(v, torch.fx.Node)]
