@@ -44,6 +44,7 @@ try:
     from torch._dynamo.backends.registry import lookup_backend
     from torch._dynamo.exc import (
         BackendCompilerFailed,
+        FailOnRecompileLimitHit,
         InternalTorchDynamoError,
         TorchRuntimeError,
         Unsupported,
@@ -93,6 +94,7 @@ __all__ = [
     "ConstantSource",
     "ConstantVariable",
     "DimDynamic",
+    "FailOnRecompileLimitHit",
     "FakeTensor",
     "FakeTensorMode",
     "GradModeVariable",

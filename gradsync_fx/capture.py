@@ -8,6 +8,7 @@ the step returns. A call that its guards do not cover is captured anew.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from gradsync_fx._torch import (
     BackendCompilerFailed,
+    FailOnRecompileLimitHit,
     FakeTensorMode,
     InternalTorchDynamoError,
     TorchRuntimeError,
@@ -55,6 +57,7 @@ class Capture:
     hooked: tuple[str, ...]
 
 
+_serial = itertools.count()
 OnCapture = Callable[[Capture], Callable[[list[Any]], Any]]
 
 
@@ -71,6 +74,9 @@ def traced(
         END_OF_STEP.drop_gradients()
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
 
+    # Dynamo keeps what it compiled by code object: each step needs one of its own.
+    whole_step.__code__ = whole_step.__code__.replace(co_name=f"step_{next(_serial)}")
+
     def compile_graph(module: GraphModule, inputs: list[Any]) -> Any:
         return _functional(module, inputs, on_capture, decompositions)
 
@@ -82,7 +88,8 @@ def traced(
         try:
             return run(*args, **kwargs)
         except (
-            Unsupported, BackendCompilerFailed, InternalTorchDynamoError, TorchRuntimeError,
+            Unsupported, BackendCompilerFailed, FailOnRecompileLimitHit, InternalTorchDynamoError,
+            TorchRuntimeError,
         ) as failure:
             raise _explained(failure, function) from failure
 
@@ -216,14 +223,6 @@ def _check(step: Step, seen: Observed, parameters: dict[str, torch.Tensor]) -> N
             wanted="a call of loss.backward() that reaches at least one parameter",
             fix="check requires_grad, and that the loss depends on the model",
         )
-    graph = step.module.graph
-    written = any(step.slots[i].kind is Kind.PARAMETER for i in _written(step))
-    if not graph.find_nodes(op="call_function", target=UPDATE) and not written:
-        raise NoOptimizerError(
-            "the step", seen="it never reaches an optimizer: no parameter is changed",
-            wanted="a call of optimizer.step() on the parameters that loss.backward() reaches",
-            fix="call optimizer.step() in the step on every call; when it takes effect is decided for you",
-        )
     known = {id(t) for t in parameters.values()} | {id(t) for t in seen.leaves}
     for optimizer in seen.optimizers:
         for gi, group in enumerate(optimizer.param_groups):
@@ -235,6 +234,14 @@ def _check(step: Step, seen: Observed, parameters: dict[str, torch.Tensor]) -> N
                         wanted="an optimizer over the parameters of the model that the step trains",
                         fix="build the optimizer from this model's parameters(), after any change of them",
                     )
+    graph = step.module.graph
+    written = any(step.slots[i].kind is Kind.PARAMETER for i in _written(step))
+    if not graph.find_nodes(op="call_function", target=UPDATE) and not written:
+        raise NoOptimizerError(
+            "the step", seen="it never reaches an optimizer: no parameter is changed",
+            wanted="a call of optimizer.step() on the parameters that loss.backward() reaches",
+            fix="call optimizer.step() in the step on every call; when it takes effect is decided for you",
+        )
 
 
 def _written(step: Step) -> list[int]:

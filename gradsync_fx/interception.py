@@ -263,6 +263,7 @@ def intercepting() -> Iterator[Observed]:
             dynamo_config.patch(
                 trace_autograd_ops=True,
                 optimize_ddp=False,
+                recompile_limit=max(64, dynamo_config.recompile_limit),
                 ignore_logging_functions=_logging_functions(),
             )
         )
