@@ -91,6 +91,12 @@ class Draft:
                 node.meta["unbacked_bindings"] = found
         return node
 
+    def call_known(self, value: Any, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        """A node at the insertion point whose fake value is known."""
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta["val"] = value
+        return node
+
     def write(self, target: Node, value: Node) -> None:
         """A lasting effect: `value` into an input, at the end of the program."""
         (out,) = self.graph.find_nodes(op="output")

@@ -33,10 +33,10 @@ from gradsync_fx._torch import (
     make_fx,
 )
 from gradsync_fx.errors import UpdateError
+from gradsync_fx.ops import ITEM
 from gradsync_fx.optimizer_state import State, plain_step, shadow
 
 
-ITEM = torch.ops.aten._local_scalar_dense.default
 Place = tuple[str, int, Any]  # ("group", index, key) or ("state", position, key)
 
 
@@ -198,6 +198,7 @@ def _trace(
     decompositions: Any,
     *,
     counters: bool,
+    fixed: frozenset[tuple[Place, int | None]] = frozenset(),
 ) -> Update:
     flat = [(gi, p) for gi, group in enumerate(optimizer.param_groups) for p in group["params"]]
     # Hyper-parameters 0 and 1 are values like any other: no specialisation on them.
@@ -231,9 +232,13 @@ def _trace(
         return len(carriers) - 1
 
     def encode(value: Any, place: Place) -> Any:
-        if type(value) is float or (type(value) is int and place[0] == "state"):
+        if (type(value) is float and (place, None) not in fixed) or (
+            type(value) is int and place[0] == "state"
+        ):
             return ("number", number(value, place))
-        if type(value) is tuple and any(type(v) is float for v in value):
+        if type(value) is tuple and any(
+            type(v) is float and (place, i) not in fixed for i, v in enumerate(value)
+        ):
             parts = [
                 ("number", number(v, place, i)) if type(v) is float else ("constant", v)
                 for i, v in enumerate(value)
@@ -319,6 +324,11 @@ def _trace(
             wanted="an update whose control flow does not depend on tensor values",
             fix="use an optimizer that torch.compile can trace",
         ) from failure
+    rigid = _rigid(traced.graph, sum((len(params), len(grads), len(states))), numbers)
+    if rigid - fixed:
+        return _trace(
+            optimizer, which, state, decompositions, counters=counters, fixed=fixed | rigid
+        )
     outs = [(place, v) for place, v in left if isinstance(v, torch.Tensor | torch.SymInt | torch.SymFloat)]
     counts = (len(params), len(grads), len(states), len(carriers))
     pieces = _split_host(traced.graph, counts, len(params), outs)
@@ -328,6 +338,28 @@ def _trace(
         constants=constants, conditions=_conditions(env, symbols),
         tensors={n.target: getattr(traced, n.target) for n in traced.graph.find_nodes(op="get_attr")},
         **pieces,
+    )
+
+
+def _rigid(
+    traced: Graph, tensors: int, numbers: list[tuple[list[Place], int | None]]
+) -> frozenset[tuple[Place, int | None]]:
+    """Numbers that scale a matrix product: compilers want constants there (coefficients, not schedules)."""
+    carriers = traced.find_nodes(op="placeholder")[tensors:]
+    feeding: set[Node] = set()
+    for target in (torch.ops.aten.addmm.default, torch.ops.aten.baddbmm.default):
+        for node in traced.find_nodes(op="call_function", target=target):
+            stack = [v for v in node.kwargs.values() if isinstance(v, Node)]
+            while stack:
+                source = stack.pop()
+                if source not in feeding:
+                    feeding.add(source)
+                    stack.extend(source.all_input_nodes)
+    return frozenset(
+        (place, part)
+        for carrier, (places, part) in zip(carriers, numbers, strict=True)
+        if carrier in feeding
+        for place in places
     )
 
 
@@ -458,4 +490,4 @@ def _tensor_valued(node: Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor) or isinstance(node.target, torch._ops.OpOverload)
 
 
-__all__ = ["ITEM", "Place", "Update", "trace_update"]
+__all__ = ["Place", "Update", "trace_update"]

@@ -6,18 +6,18 @@ import importlib
 import multiprocessing
 import os
 import pickle
-import tempfile
 import time
 import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 
 WORLD = 2
-PATIENCE = 60.0  # seconds for one scenario
+PATIENCE = 90.0  # seconds for one scenario
 
 
 class RanksFailed(AssertionError):
@@ -26,52 +26,52 @@ class RanksFailed(AssertionError):
 
 def serve(rank: int, store: str, pipe: Connection) -> None:
     """The body of a rank: runs what it is told by name until the pipe closes."""
+    # The ranks find each other on the loopback, whatever the machine's name resolves to.
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     warnings.simplefilter("error", UserWarning)
     dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, WORLD),
-        rank=rank,
-        world_size=WORLD,
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD,
         timeout=timedelta(seconds=PATIENCE / 2),
-    )
+    )  # fmt: skip
     while True:
         try:
-            module, name, kwargs = pickle.loads(pipe.recv_bytes())
+            module, name, args = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
         try:
             torch.manual_seed(0)
             scenario = getattr(importlib.import_module(module), name)
-            answer = (True, scenario(rank, **kwargs))
+            answer = (True, scenario(rank, *args))
         except Exception:
             answer = (False, traceback.format_exc())
         pipe.send_bytes(pickle.dumps(answer))
 
 
-class Pair:
-    """The two processes. `run` starts them when they are needed, anew after a failure."""
+class Ranks:
+    """The two processes: started when they are first needed, and anew after a failure."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._started = folder, 0
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
-    def run(self, scenario: Callable[..., Any], **kwargs: Any) -> list[Any]:
-        """What the scenario, a top-level function that takes the rank first, returns on each rank.
+    def __call__(
+        self, scenario: Callable[..., Any], *args: Any, timeout: float = PATIENCE
+    ) -> list[Any]:
+        """What `scenario(rank, *args)`, a top-level function, returns on each rank.
 
         A scenario that fails on any rank fails here, and costs the pair: its ranks may stand at different places.
         """
         if not self._processes:
             self._start()
-        order = pickle.dumps((scenario.__module__, scenario.__name__, kwargs))
+        order = pickle.dumps((scenario.__module__, scenario.__name__, args))
         for pipe in self._pipes:
             pipe.send_bytes(order)
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + timeout
         answers = [self._answer(pipe, end) for pipe in self._pipes]
         if not all(good for good, _ in answers):
             self.stop()
@@ -85,16 +85,15 @@ class Pair:
                 return answer
         except EOFError:
             return False, "the process is gone"
-        return False, f"no answer within {PATIENCE:.0f} s"
+        return False, "no answer in time"
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        self._folder = tempfile.TemporaryDirectory()
+        self._started += 1
         for rank in range(WORLD):
             mine, theirs = context.Pipe()
-            process = context.Process(
-                target=serve, args=(rank, f"{self._folder.name}/store", theirs), daemon=True
-            )
+            store = str(self._folder / f"store{self._started}")
+            process = context.Process(target=serve, args=(rank, store, theirs), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -107,6 +106,4 @@ class Pair:
             process.join()
         for pipe in self._pipes:
             pipe.close()
-        if self._folder is not None:
-            self._folder.cleanup()
-        self._processes, self._pipes, self._folder = [], [], None
+        self._processes, self._pipes = [], []

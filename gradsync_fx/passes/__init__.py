@@ -7,6 +7,7 @@ from gradsync_fx.journal import Journal
 from gradsync_fx.passes.accumulate import (
     accumulate_gradients,
     drop_boundary_effects,
+    join_partial_sums,
     leave_parameters,
 )
 from gradsync_fx.passes.base import Pass, run_passes
@@ -23,9 +24,20 @@ from gradsync_fx.verify import verify
 
 
 PIPELINES: dict[str, list[Pass]] = {
-    "accumulate": [accumulate_gradients, leave_parameters, drop_boundary_effects],
-    "boundary": [reduce_window, inline_updates, reset_accumulators],
-    "tail": [forget_micro_step, reduce_sums, inline_updates, reset_accumulators],
+    "accumulate": [
+        join_partial_sums,
+        accumulate_gradients,
+        leave_parameters,
+        drop_boundary_effects,
+    ],
+    "boundary": [join_partial_sums, reduce_window, inline_updates, reset_accumulators],
+    "tail": [
+        join_partial_sums,
+        forget_micro_step,
+        reduce_sums,
+        inline_updates,
+        reset_accumulators,
+    ],
 }
 
 

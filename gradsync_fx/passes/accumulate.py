@@ -55,6 +55,13 @@ def accumulate_gradients(draft: Draft, plan: Plan) -> None:
         draft.write(accumulator(draft, plan, leaf), total)
 
 
+def join_partial_sums(draft: Draft, plan: Plan) -> None:
+    """A gradient that a later backward adds to is no cut: its marker goes."""
+    for marker in plan.regions.partial:
+        copy = draft.of[marker]
+        copy.replace_all_uses_with(copy.args[0])  # type: ignore[arg-type]
+
+
 def leave_parameters(draft: Draft, plan: Plan) -> None:
     """An update returns the parameters that it was given."""
     for step_node in plan.regions.updates:
@@ -88,5 +95,6 @@ __all__ = [
     "add_to_accumulator",
     "cast",
     "drop_boundary_effects",
+    "join_partial_sums",
     "leave_parameters",
 ]

@@ -12,6 +12,7 @@ import torch
 from torch.fx import Node
 
 from gradsync_fx.draft import Draft
+from gradsync_fx.ops import ITEM
 from gradsync_fx.plan import Plan
 from gradsync_fx.program import Kind, Slot
 
@@ -62,9 +63,21 @@ def _inline(draft: Draft, marker: Node, update: Any, inputs: list[Node]) -> list
                 env[node].meta["val"] = draft.fake_mode.from_tensor(update.tensors[node.target])
             elif node.op == "call_function":
                 args, kwargs = torch.fx.map_arg((node.args, node.kwargs), env.__getitem__)
-                env[node] = draft.call(node.target, *args, **kwargs)
+                env[node] = _known(draft, node, args, kwargs)
     (out,) = update.graph.find_nodes(op="output")
     return [env[n] for n in out.args[0]]
+
+
+def _known(draft: Draft, node: Node, args: Any, kwargs: Any) -> Node:
+    """A call whose form the trace knows already; only what reads a host scalar is computed again."""
+    value = node.meta.get("val")
+    if node.target is ITEM or not isinstance(value, torch.Tensor):
+        return draft.call(node.target, *args, **kwargs)
+    with draft.fake_mode:
+        form = torch.empty_strided(
+            value.shape, value.stride(), dtype=value.dtype, device=value.device
+        )
+    return draft.call_known(form, node.target, *args, **kwargs)
 
 
 def update_name(update: Any) -> str:
