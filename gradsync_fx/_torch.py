@@ -84,9 +84,10 @@ except ImportError as missing:
     ) from missing
 
 # Renamed in 2.13; the old name warns there.
-all_gather_single = getattr(
-    torch.distributed, "all_gather_single", None
-) or torch.distributed.all_gather_into_tensor
+all_gather_single = (
+    getattr(torch.distributed, "all_gather_single", None)
+    or torch.distributed.all_gather_into_tensor
+)
 
 __all__ = [
     "all_gather_single",

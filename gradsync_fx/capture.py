@@ -40,7 +40,7 @@ from gradsync_fx.errors import (
     NoOptimizerError,
 )
 from gradsync_fx.interception import END_OF_STEP, Observed, intercepting, observed
-from gradsync_fx.ops import UPDATE
+from gradsync_fx.ops import UPDATE, argument
 from gradsync_fx.program import Kind, Leaf, Slot, Step, writes
 
 
@@ -49,7 +49,7 @@ class Capture:
     """A `Step` with the objects that it came from."""
 
     step: Step
-    fake_mode: FakeTensorMode
+    fake_mode: FakeTensorMode | None
     optimizers: tuple[Optimizer, ...]
     ddp: tuple[DistributedDataParallel, ...]
     parameters: dict[str, torch.Tensor]
@@ -80,7 +80,7 @@ def traced(
     def compile_graph(module: GraphModule, inputs: list[Any]) -> Any:
         return _functional(module, inputs, on_capture, decompositions)
 
-    context = dynamo_optimize(backend=compile_graph, nopython=True, dynamic=dynamic)
+    context: Any = dynamo_optimize(backend=compile_graph, nopython=True, dynamic=dynamic)
     context.callback._torchdynamo_orig_backend = _Scoped(context.callback._torchdynamo_orig_backend)
     run = context(whole_step)
 
@@ -88,7 +88,10 @@ def traced(
         try:
             return run(*args, **kwargs)
         except (
-            Unsupported, BackendCompilerFailed, FailOnRecompileLimitHit, InternalTorchDynamoError,
+            Unsupported,
+            BackendCompilerFailed,
+            FailOnRecompileLimitHit,
+            InternalTorchDynamoError,
             TorchRuntimeError,
         ) as failure:
             raise _explained(failure, function) from failure
@@ -118,7 +121,7 @@ def _functional(
         for n in module.graph.find_nodes(op="placeholder")
     ]
 
-    def receive(graph: GraphModule, fakes: list[Any]) -> Any:
+    def receive(graph: GraphModule, fakes: Any) -> Any:
         capture = _capture(graph, fakes, sources, seen)
         ready: list[Callable[[list[Any]], Any]] = []
 
@@ -134,8 +137,12 @@ def _functional(
         return boxed
 
     compiled = aot_module_simplified(
-        module, inputs, fw_compiler=receive, inference_compiler=receive,
-        decompositions=decompositions, keep_inference_input_mutations=True,
+        module,
+        inputs,
+        fw_compiler=receive,  # type: ignore[arg-type]
+        inference_compiler=receive,  # type: ignore[arg-type]
+        decompositions=decompositions,
+        keep_inference_input_mutations=True,
     )
     return torch.compiler.disable(compiled, reason="a compiled gradsync_fx step")
 
@@ -145,7 +152,8 @@ def _capture(
 ) -> Capture:
     if len(fakes) != len(sources):
         raise CaptureError(
-            "inputs of the step", seen=f"{len(sources)} tensors became {len(fakes)} inputs",
+            "inputs of the step",
+            seen=f"{len(sources)} tensors became {len(fakes)} inputs",
             wanted="inputs that are not views of one storage, and no tensor subclasses",
             fix="pass tensors that own their storage (tensor.clone())",
         )
@@ -166,9 +174,7 @@ def _capture(
         else:
             kind = Kind.DATA
         slots.append(Slot(kind, name, position))
-    leaves = {
-        i: Leaf(i, names.get(id(t), f"leaf {i}"), t) for i, t in enumerate(seen.leaves)  # type: ignore[arg-type]
-    }
+    leaves = {i: Leaf(i, names.get(id(t), f"leaf {i}"), t) for i, t in enumerate(seen.leaves)}
     step = Step(graph, tuple(slots), leaves)
     _check(step, seen, parameters)
     return Capture(
@@ -219,7 +225,8 @@ def _readable(source: str) -> str:
 def _check(step: Step, seen: Observed, parameters: dict[str, torch.Tensor]) -> None:
     if not step.leaves:
         raise NoGradientError(
-            "the step", seen="no parameter receives a gradient in it",
+            "the step",
+            seen="no parameter receives a gradient in it",
             wanted="a call of loss.backward() that reaches at least one parameter",
             fix="check requires_grad, and that the loss depends on the model",
         )
@@ -238,7 +245,8 @@ def _check(step: Step, seen: Observed, parameters: dict[str, torch.Tensor]) -> N
     written = any(step.slots[i].kind is Kind.PARAMETER for i in _written(step))
     if not graph.find_nodes(op="call_function", target=UPDATE) and not written:
         raise NoOptimizerError(
-            "the step", seen="it never reaches an optimizer: no parameter is changed",
+            "the step",
+            seen="it never reaches an optimizer: no parameter is changed",
             wanted="a call of optimizer.step() on the parameters that loss.backward() reaches",
             fix="call optimizer.step() in the step on every call; when it takes effect is decided for you",
         )
@@ -246,7 +254,7 @@ def _check(step: Step, seen: Observed, parameters: dict[str, torch.Tensor]) -> N
 
 def _written(step: Step) -> list[int]:
     order = {n: i for i, n in enumerate(step.module.graph.find_nodes(op="placeholder"))}
-    return [order[w.args[0]] for w in writes(step.module)]  # type: ignore[index]
+    return [order[argument(w, 0)] for w in writes(step.module)]
 
 
 def _explained(failure: BaseException, function: Callable[..., Any]) -> GradSyncError:
@@ -258,16 +266,21 @@ def _explained(failure: BaseException, function: Callable[..., Any]) -> GradSync
         cause = getattr(cause, "inner_exception", None) or cause.__cause__
     text = str(failure)
     code = getattr(function, "__code__", None)
-    found = [f for f in re.findall(r'File "([^"]+)", line (\d+)', text)]
+    found: list[tuple[str, str]] = re.findall(r'File "([^"]+)", line (\d+)', text)
     home = torch.__path__[0]
     own = [f"{file}:{line}" for file, line in found if not file.startswith(home)]
-    where = own[-1] if own else (f"{code.co_filename}:{code.co_firstlineno}" if code else "the step")
+    where = (
+        own[-1] if own else (f"{code.co_filename}:{code.co_firstlineno}" if code else "the step")
+    )
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    reason = next((line for line in lines if line.startswith("Explanation")), lines[0] if lines else "")
+    reason = next(
+        (line for line in lines if line.startswith("Explanation")), lines[0] if lines else ""
+    )
     hint = next((line for line in lines if line.startswith("Hint")), "")
     return CaptureError(
         f"graph break at {where}",
-        seen=(lines[0] if lines else type(failure).__name__) + (f" ({reason})" if reason not in lines[:1] else ""),
+        seen=(lines[0] if lines else type(failure).__name__)
+        + (f" ({reason})" if reason not in lines[:1] else ""),
         wanted="a step that is traced whole",
         fix=hint.removeprefix("Hint: ") or "move this out of the step",
     )

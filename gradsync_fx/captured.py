@@ -35,8 +35,13 @@ class CapturedStep:
         buckets = find_buckets(capture, self.regions, self.setting, options)
         self.layout = layout_fingerprint(capture, buckets)
         self.plan = Plan(
-            step=capture.step, regions=self.regions, buckets=buckets, accumulators=accumulators,
-            updates={}, state_tensors={}, wire_dtype=options.reduce_dtype,
+            step=capture.step,
+            regions=self.regions,
+            buckets=buckets,
+            accumulators=accumulators,
+            updates={},
+            state_tensors={},
+            wire_dtype=options.reduce_dtype,
             sync_each_batch=options.sync_each_batch,
         )
 
@@ -56,7 +61,8 @@ class CapturedStep:
             optimizer = self.capture.optimizers[handle]  # type: ignore[index]
             if optimizer._optimizer_step_pre_hooks:
                 raise UpdateError(
-                    f"{type(optimizer).__name__}", seen="it has hooks that run before its step",
+                    f"{type(optimizer).__name__}",
+                    seen="it has hooks that run before its step",
                     wanted="an optimizer without step_pre_hooks",
                     fix="do what the hook does inside the step, between backward() and optimizer.step()",
                 )
@@ -126,8 +132,10 @@ class CapturedStep:
     ) -> list[Any]:
         sums = self.plan.accumulators
         return [
-            sums[slot.key] if slot.kind is Kind.ACCUMULATOR
-            else held[slot.kind, slot.key] if slot.kind in (Kind.STATE, Kind.SCALAR)
+            sums[slot.key]
+            if slot.kind is Kind.ACCUMULATOR
+            else held[slot.kind, slot.key]
+            if slot.kind in (Kind.STATE, Kind.SCALAR)
             else args[slot.key]
             for slot in program.slots
         ]

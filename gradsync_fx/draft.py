@@ -129,7 +129,7 @@ class Draft:
 
 
 def _needed(graph: Graph) -> set[Node]:
-    """Outputs, writes into inputs, asserts, and all that they read. torch calls collectives impure; here they are not."""
+    """Outputs, writes, asserts, and what they read. torch calls collectives impure; here they are not."""
     kept: set[Node] = set()
     stack = [
         n

@@ -95,7 +95,8 @@ class Executor:
         for name, parameter in capture.parameters.items():
             if name in self.parameters and self.parameters[name] is not parameter:
                 raise WindowError(
-                    f"parameter {name!r}", seen="this step was captured with another model object before",
+                    f"parameter {name!r}",
+                    seen="this step was captured with another model object before",
                     wanted="the same model and optimizer at every call",
                     fix="make a step of its own for it: gradsync_fx.optimize(train_step, ...)",
                 )
@@ -109,7 +110,8 @@ class Executor:
             warnings.warn(
                 f"{dropped[0]!r} had a .grad ({len(dropped)} parameters in all): dropped. The window's gradients are "
                 "kept in accumulators; see step.gradients().",
-                GradSyncWarning, stacklevel=3,
+                GradSyncWarning,
+                stacklevel=3,
             )
 
     def run(self, captured: CapturedStep, args: list[Any]) -> Any:
@@ -163,7 +165,9 @@ class Executor:
         self, captured: CapturedStep, after: WindowState, kind: int
     ) -> tuple[dict[str, float], list[Position]]:
         setting = captured.setting
-        mine = Position(kind, self.k, after.pending, after.summed, after.optimizer_step, captured.layout, 0)
+        mine = Position(
+            kind, self.k, after.pending, after.summed, after.optimizer_step, captured.layout, 0
+        )
         everyone = exchange(setting.group, mine)
         total = sum(p.summed for p in everyone)
         if self.options.reduction == "sum":
@@ -176,7 +180,9 @@ class Executor:
         if not self.captures:
             if dist.is_available() and dist.is_initialized():
                 raise WindowError(
-                    "flush", seen="this rank has captured nothing yet", wanted="at least one call before flush",
+                    "flush",
+                    seen="this rank has captured nothing yet",
+                    wanted="at least one call before flush",
                     fix="call step.prepare(...) first",
                 )
             return
@@ -199,7 +205,9 @@ class Executor:
         """A slot without data."""
         if not self.captures:
             raise WindowError(
-                "skip", seen="this rank has captured nothing yet", wanted="a call or prepare before skip",
+                "skip",
+                seen="this rank has captured nothing yet",
+                wanted="a call or prepare before skip",
                 fix="call step.prepare(...) first",
             )
         captured = self.captures[-1]
@@ -215,7 +223,9 @@ class Executor:
             self._buffers_after(captured)
         else:
             warnings.warn(
-                "a window closed without a single term on any rank: no update", GradSyncWarning, stacklevel=3
+                "a window closed without a single term on any rank: no update",
+                GradSyncWarning,
+                stacklevel=3,
             )
         self._in_window.clear()
         self.window, self.sync_gradients = after.closed(updated=bool(total)), bool(total)
@@ -231,7 +241,13 @@ class Executor:
         """Counters, accumulators, and the buffers fetched for the next window; see `state.pack`."""
         rank, world = self._place()
         return pack(
-            self.window, self.k, rank, world, self.accumulators, self._next_buffers, list(self._in_window)
+            self.window,
+            self.k,
+            rank,
+            world,
+            self.accumulators,
+            self._next_buffers,
+            list(self._in_window),
         )
 
     def load_state_dict(self, given: dict[str, Any]) -> None:
@@ -267,7 +283,8 @@ class Executor:
             raise WindowError(
                 "gradient_accumulation_steps",
                 seen=f"k changed from {self.k} to {k} with {self.window.pending} pending micro-steps",
-                wanted="a change between two windows", fix="call step.flush() or step.discard() first",
+                wanted="a change between two windows",
+                fix="call step.flush() or step.discard() first",
             )
         self.options = self.options.with_steps(k)
         if k > 1:

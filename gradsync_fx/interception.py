@@ -85,8 +85,10 @@ def observed() -> Observed:
     found: Observed | None = getattr(_current, "value", None)
     if found is None:
         raise CaptureError(
-            "backend 'gradsync'", seen="a graph that was not traced by gradsync_fx",
-            wanted="a whole training step", fix="call gradsync_fx.optimize(train_step)",
+            "backend 'gradsync'",
+            seen="a graph that was not traced by gradsync_fx",
+            wanted="a whole training step",
+            fix="call gradsync_fx.optimize(train_step)",
         )
     return found
 
@@ -131,11 +133,17 @@ def _no_grad(tx: Any) -> Iterator[None]:
 
 
 def _backward(
-    self: Any, tx: Any, gradient: Any = None, retain_graph: Any = None, create_graph: Any = None,
+    self: Any,
+    tx: Any,
+    gradient: Any = None,
+    retain_graph: Any = None,
+    create_graph: Any = None,
     inputs: Any = None,
 ) -> Any:
     if inputs is not None and not _is_none(inputs):
-        wanted = inputs.unpack_var_sequence(tx) if not isinstance(inputs, TensorVariable) else [inputs]
+        wanted = (
+            inputs.unpack_var_sequence(tx) if not isinstance(inputs, TensorVariable) else [inputs]
+        )
     else:
         wanted = chain(tx.output.leaf_var_creation_order, tx.output.input_source_to_var.values())
     leaves = self._collect_backward_inputs(wanted)
@@ -179,13 +187,15 @@ def _real_tensors(tx: Any) -> Iterator[tuple[torch.Tensor, Any]]:
 
 def _optimizer_step(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     optimizer: Optimizer = owner.value
-    closure = kwargs.get("closure", args[0] if args else None)
+    closure: Any = kwargs.get("closure", args[0] if args else None)
     result = _const(None)
-    if not _is_none(closure):
+    if closure is not None and not _is_none(closure):
         result = closure.call_function(tx, [], {})
     if owner.source is not None:
         install_guard(owner.source.make_guard(GuardBuilder.ID_MATCH))
-    which, params, grads = [], [], []
+    which: list[Any] = []
+    params: list[Any] = []
+    grads: list[Any] = []
     for i, p in enumerate(q for group in optimizer.param_groups for q in group["params"]):
         var = _tracked(tx, p)
         grad = None if var is None else _pending_grad(tx, var)

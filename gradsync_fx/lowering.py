@@ -35,7 +35,9 @@ def lower(program: Program, fake_mode: Any, options: Options) -> Compiled:
         return _inductor(program, fake_mode, options)
     if options.backend in ("eager", "aot_eager"):
         return lambda args: program.module(*args)
-    backend = lookup_backend(options.backend) if isinstance(options.backend, str) else options.backend
+    backend = (
+        lookup_backend(options.backend) if isinstance(options.backend, str) else options.backend
+    )
     compiled = backend(program.module, program.inputs())
     return lambda args: compiled(*args)
 

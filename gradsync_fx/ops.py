@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 import os
 import re
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -68,6 +69,11 @@ _LINEAR = frozenset(
     }
 )
 _SCALING = frozenset({_aten.mul.Tensor, _aten.div.Tensor, _aten.mul.Scalar, _aten.div.Scalar})
+
+
+def argument(node: Node, index: int) -> Any:
+    """A positional argument of a node; torch's own type for it is a union of everything."""
+    return node.args[index]
 
 
 def is_collective(node: Node) -> bool:

@@ -99,7 +99,7 @@ def _from_init_group(optimizer: Optimizer, which: list[int]) -> dict[int, State]
 
 
 def _small_trial(optimizer: Optimizer, which: list[int]) -> dict[int, State] | None:
-    """Guesses for the entries, proved on stand-ins of at most 4 elements a dimension, one for each kind of parameter."""
+    """Guesses, proved on stand-ins of at most 4 elements a dimension, one for each kind of parameter."""
     position, owner = 0, {}
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -140,9 +140,7 @@ def _prove(optimizer: Optimizer, group: dict[str, Any], p: torch.Tensor) -> Stat
         return twin.detach(), seen[-1], seen
 
     small = torch.nn.Parameter(start.clone())
-    known = _from_init_group(
-        shadow(optimizer, [{**group, "params": [small]}], {}), [0]
-    ).get(0, {})
+    known = _from_init_group(shadow(optimizer, [{**group, "params": [small]}], {}), [0]).get(0, {})
     _, _, (first, second) = run({}, 2)
     guess: State = {}
     for key, value in first.items():
@@ -150,9 +148,7 @@ def _prove(optimizer: Optimizer, group: dict[str, Any], p: torch.Tensor) -> Stat
             continue
         if isinstance(value, torch.Tensor) and value.shape == start.shape and value.dim() > 0:
             guess[key] = _ZerosLike(value.dtype)
-        elif isinstance(value, torch.Tensor) and value.dim() == 0:
-            guess[key] = 2 * value - second[key]
-        elif isinstance(value, int | float) and not isinstance(value, bool):
+        elif _is_counter(value):
             guess[key] = 2 * value - second[key]
         elif value is not None:
             return None
@@ -163,6 +159,12 @@ def _prove(optimizer: Optimizer, group: dict[str, Any], p: torch.Tensor) -> Stat
     got_p, got_s, _ = run(from_guess, 1)
     same = torch.equal(want_p, got_p) and all(_equal(v, got_s.get(k)) for k, v in want_s.items())
     return guess if same else None
+
+
+def _is_counter(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.dim() == 0
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _copy(value: Any) -> Any:

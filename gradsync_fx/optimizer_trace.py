@@ -14,7 +14,6 @@ The same holds for comparisons of the symbolic numbers (`if weight_decay != 0`):
 from __future__ import annotations
 
 import inspect
-import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,12 +31,10 @@ from gradsync_fx._torch import (
     ShapeEnv,
     make_fx,
 )
+from gradsync_fx.counters import Counter, is_counter, plain
 from gradsync_fx.errors import UpdateError
-from gradsync_fx.ops import ITEM
+from gradsync_fx.host_split import Place, split_host
 from gradsync_fx.optimizer_state import State, plain_step, shadow
-
-
-Place = tuple[str, int, Any]  # ("group", index, key) or ("state", position, key)
 
 
 @dataclass(slots=True)
@@ -109,73 +106,6 @@ def _same(a: Any, b: Any) -> bool:
     return a is b or (type(a) is type(b) and not isinstance(a, torch.Tensor) and bool(a == b))
 
 
-def _is_counter(value: Any) -> bool:
-    return (
-        isinstance(value, torch.Tensor)
-        and value.dim() == 0
-        and value.device.type == "cpu"
-        and not value.is_complex()
-        and value.dtype is not torch.bool
-    )
-
-
-class _Counter:
-    """Stands in for a one-element CPU state tensor: changes in place like a tensor, computes like a number."""
-
-    device = torch.device("cpu")
-    is_cpu, is_cuda, requires_grad = True, False, False
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    @property
-    def __class__(self) -> type:  # type: ignore[override]
-        # torch's optimizers insist on tensors for their counters.
-        return torch.Tensor
-
-    def __neg__(self) -> Any:
-        return -self.value
-
-    def item(self) -> Any:
-        return self.value
-
-    def add_(self, other: Any, *, alpha: Any = 1) -> _Counter:
-        self.value = self.value + _plain(other) * alpha
-        return self
-
-    def mul_(self, other: Any) -> _Counter:
-        self.value = self.value * _plain(other)
-        return self
-
-    def copy_(self, other: Any) -> _Counter:
-        self.value = _plain(other)
-        return self
-
-    fill_ = copy_
-    __iadd__, __imul__ = add_, mul_
-
-
-def _plain(value: Any) -> Any:
-    return value.value if type(value) is _Counter else value
-
-
-def _forward(name: str) -> Any:
-    compute = getattr(operator, name)
-    return lambda self, other: compute(self.value, _plain(other))
-
-
-def _reflected(name: str) -> Any:
-    compute = getattr(operator, name)
-    return lambda self, other: compute(_plain(other), self.value)
-
-
-for _name in ("add", "sub", "mul", "truediv", "pow"):
-    setattr(_Counter, f"__{_name}__", _forward(_name))
-    setattr(_Counter, f"__r{_name}__", _reflected(_name))
-for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
-    setattr(_Counter, f"__{_name}__", _forward(_name))
-
-
 def trace_update(
     optimizer: Optimizer, which: tuple[int, ...], state: dict[int, State], decompositions: Any
 ) -> Update:
@@ -244,7 +174,7 @@ def _trace(
                 for i, v in enumerate(value)
             ]
             return ("tuple", parts)
-        if counters and place[0] == "state" and _is_counter(value):
+        if counters and place[0] == "state" and is_counter(value):
             return ("counter", number(value.item(), place))
         if isinstance(value, torch.Tensor):
             states.append(place)
@@ -276,7 +206,7 @@ def _trace(
             if what == "number":
                 return values[value]
             if what == "counter":
-                return _Counter(values[value])
+                return Counter(values[value])
             if what == "tensor":
                 return tensors[value]
             return tuple(decode(v) for v in value) if what == "tuple" else value
@@ -301,14 +231,16 @@ def _trace(
             plain_step(optimizer)(twin)
         left.clear()
         for p, i in zip(params, which, strict=True):
-            left.extend((("state", i, k), _plain(v)) for k, v in twin.state.get(p, {}).items())
+            left.extend((("state", i, k), plain(v)) for k, v in twin.state.get(p, {}).items())
         for gi, group in enumerate(twin_groups):
             left.extend(
                 (("group", gi, k), v)
                 for k, v in group.items()
                 if k != "params" and _changed(before[gi].get(k), v)
             )
-        return params, [v for _, v in left if isinstance(v, torch.Tensor | torch.SymInt | torch.SymFloat)]
+        return params, [
+            v for _, v in left if isinstance(v, torch.Tensor | torch.SymInt | torch.SymFloat)
+        ]
 
     try:
         with mode, _as_when_compiling(optimizer):
@@ -329,14 +261,25 @@ def _trace(
         return _trace(
             optimizer, which, state, decompositions, counters=counters, fixed=fixed | rigid
         )
-    outs = [(place, v) for place, v in left if isinstance(v, torch.Tensor | torch.SymInt | torch.SymFloat)]
+    outs = [
+        (place, v)
+        for place, v in left
+        if isinstance(v, torch.Tensor | torch.SymInt | torch.SymFloat)
+    ]
     counts = (len(params), len(grads), len(states), len(carriers))
-    pieces = _split_host(traced.graph, counts, len(params), outs)
+    pieces = split_host(traced.graph, counts, len(params), outs)
     return Update(
-        optimizer=optimizer, which=which, states=states, numbers=numbers, symbols=symbols,
+        optimizer=optimizer,
+        which=which,
+        states=states,
+        numbers=numbers,
+        symbols=symbols,
         structure={i: tuple(state.get(i, {})) for i in which},
-        constants=constants, conditions=_conditions(env, symbols),
-        tensors={n.target: getattr(traced, n.target) for n in traced.graph.find_nodes(op="get_attr")},
+        constants=constants,
+        conditions=_conditions(env, symbols),
+        tensors={
+            n.target: getattr(traced, n.target) for n in traced.graph.find_nodes(op="get_attr")
+        },
         **pieces,
     )
 
@@ -411,83 +354,3 @@ def _as_when_compiling(optimizer: Optimizer) -> Iterator[None]:
         mock.patch.dict(home, {k: v for k, v in pair.items() if k not in home}),
     ):
         yield
-
-
-def _split_host(
-    traced: Graph, counts: tuple[int, ...], params: int, outs: list[tuple[Place, Any]]
-) -> dict[str, Any]:
-    """Cuts arithmetic on Python numbers out of the graph; what tensors need of it becomes a scalar input."""
-    holders = traced.find_nodes(op="placeholder")
-    carriers = set(holders[sum(counts[:3]) :])
-    host_nodes: set[Node] = set()
-    for node in traced.nodes:
-        if node.op != "call_function":
-            continue
-        inputs = node.all_input_nodes
-        if node.target is ITEM and inputs[0] in carriers:
-            host_nodes.add(node)
-        elif inputs and all(n in host_nodes for n in inputs) and not _tensor_valued(node):
-            host_nodes.add(node)
-    (out,) = traced.find_nodes(op="output")
-    flat_out = list(torch.utils._pytree.arg_tree_leaves(*out.args))
-    ports: dict[Node, None] = {}
-    for node in traced.nodes:
-        if node.op == "call_function" and node not in host_nodes:
-            for n in node.all_input_nodes:
-                if n in host_nodes:
-                    ports[n] = None
-    number_out = [(place, v) for (place, _), v in zip(outs, flat_out[params:], strict=True)
-                  if v in host_nodes or not isinstance(v, Node)]
-
-    host = Graph()
-    known: dict[Any, Node] = {}
-    env: dict[Node, Any] = {h: host.placeholder(f"n{i}") for i, h in enumerate(holders[sum(counts[:3]):])}
-    for node in traced.nodes:
-        if node in host_nodes:
-            if node.target is ITEM:
-                env[node] = env[node.all_input_nodes[0]]
-                continue
-            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), env.__getitem__)
-            value = (node.target, args, tuple(kwargs.items()))
-            if value not in known:
-                known[value] = host.node_copy(node, env.__getitem__)
-            env[node] = known[value]
-    values: dict[Node, Node] = {}
-    for p in ports:
-        values.setdefault(env[p], p)
-    host.output(tuple(values) + tuple(env.get(v, v) for _, v in number_out))
-
-    graph = Graph()
-    inner: dict[Node, Node] = {}
-    for i, h in enumerate(holders[: sum(counts[:3])]):
-        inner[h] = graph.placeholder(f"t{i}")
-    carried = {v: graph.placeholder(f"s{i}") for i, v in enumerate(values)}
-    read = {v: graph.call_function(ITEM, (holder,)) for v, holder in carried.items()}
-    items = {p: read[env[p]] for p in ports}
-    for node in traced.nodes:
-        if node.op not in ("call_function", "get_attr") or node in host_nodes:
-            continue
-        if node.target is torch.ops.aten.clone.default and node.args[0] in inner and node.args[0].op == "placeholder":
-            inner[node] = inner[node.args[0]]
-            continue
-        inner[node] = graph.node_copy(node, lambda n: items[n] if n in items else inner[n])
-    tensors_out = [
-        (place, v) for (place, _), v in zip(outs, flat_out[params:], strict=True)
-        if isinstance(v, Node) and v not in host_nodes
-    ]
-    graph.output(tuple(inner[n] for n in flat_out[:params]) + tuple(inner[v] for _, v in tensors_out))
-    graph.eliminate_dead_code()
-    return {
-        "graph": graph,
-        "host": GraphModule({}, host),
-        "scalar_count": len(values),
-        "state_out": [place for place, _ in tensors_out],
-        "number_out": [place for place, _ in number_out],
-    }
-
-
-def _tensor_valued(node: Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor) or isinstance(node.target, torch._ops.OpOverload)
-
-
-__all__ = ["Place", "Update", "trace_update"]

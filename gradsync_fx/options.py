@@ -91,6 +91,8 @@ def _one_of(name: str, value: object, legal: tuple[str, ...]) -> None:
 
 def _bad(name: str, value: object, wanted: str) -> OptionError:
     return OptionError(
-        f"argument {name!r}", seen=f"{value!r} of type {type(value).__name__}", wanted=wanted,
+        f"argument {name!r}",
+        seen=f"{value!r} of type {type(value).__name__}",
+        wanted=wanted,
         fix="pass a legal value, or leave it out for the default",
     )

@@ -63,7 +63,9 @@ def _refuse_hooks(ddp: torch.nn.parallel.DistributedDataParallel) -> None:
         )
 
 
-def find_buckets(capture: Capture, regions: Regions, setting: Setting, options: Options) -> tuple[Bucket, ...]:
+def find_buckets(
+    capture: Capture, regions: Regions, setting: Setting, options: Options
+) -> tuple[Bucket, ...]:
     """Leaves in the order in which their gradients become ready, joined while dtype, device and reduction agree."""
     open_buckets: dict[object, tuple[list[int], int]] = {}
     done: list[tuple[object, list[int]]] = []
@@ -104,7 +106,10 @@ def layout_fingerprint(capture: Capture, buckets: tuple[Bucket, ...]) -> int:
     """A number that is equal on two ranks exactly when their buckets hold the same parameters in the same order."""
     text = repr(
         [
-            [(capture.step.leaves[i].name, tuple(capture.step.leaves[i].parameter.shape)) for i in b.leaves]
+            [
+                (capture.step.leaves[i].name, tuple(capture.step.leaves[i].parameter.shape))
+                for i in b.leaves
+            ]
             for b in buckets
         ]
     )

@@ -45,7 +45,7 @@ class Leaf:
 
     index: int
     name: str
-    parameter: torch.nn.Parameter
+    parameter: torch.Tensor
 
 
 @dataclass(slots=True)
@@ -60,7 +60,6 @@ class Step:
         found = len(self.module.graph.find_nodes(op="placeholder"))
         if found != len(self.slots):
             raise AssertionError(f"{found} placeholders, {len(self.slots)} slots")
-
 
     def structure(self) -> str:
         """Equal for two captures exactly when they compute the same thing from the same slots.

@@ -49,7 +49,15 @@ def exchange(group: ProcessGroup | None, mine: Position) -> list[Position]:
     """Every rank's position, in rank order. Raises `RanksDisagreeError`, on every rank, when windows differ."""
     if group is None:
         return [mine]
-    numbers = [mine.kind, mine.k, mine.pending, mine.summed, mine.optimizer_step, mine.layout, mine.last]
+    numbers = [
+        mine.kind,
+        mine.k,
+        mine.pending,
+        mine.summed,
+        mine.optimizer_step,
+        mine.layout,
+        mine.last,
+    ]
     everyone = [Position(*row) for row in _gather(group, numbers)]
     steppers = [(r, p) for r, p in enumerate(everyone) if p.kind == BOUNDARY]
     if len({(p.k, p.pending) for _, p in steppers}) > 1:
@@ -85,7 +93,8 @@ def check_replicas(group: ProcessGroup, tensors: dict[str, torch.Tensor]) -> Non
         for rank, row in enumerate(rows):
             if row[i + 1] != rows[0][i + 1]:
                 raise ReplicaMismatchError(
-                    f"parameter {name!r}", seen=f"rank {rank} starts with other values than rank 0",
+                    f"parameter {name!r}",
+                    seen=f"rank {rank} starts with other values than rank 0",
                     wanted="equal copies of the model on all ranks",
                     fix="seed all ranks alike before the model is built, load the same weights, or wrap it in DDP",
                 )
@@ -93,7 +102,7 @@ def check_replicas(group: ProcessGroup, tensors: dict[str, torch.Tensor]) -> Non
 
 def _checksum(tensor: torch.Tensor) -> int:
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu()
-    return zlib.crc32(memoryview(flat.numpy()))
+    return zlib.crc32(flat.numpy().tobytes())
 
 
 def broadcast(group: ProcessGroup, tensors: list[torch.Tensor]) -> None:

@@ -21,6 +21,7 @@ from torch.fx import Graph, Node
 
 from gradsync_fx import ops
 from gradsync_fx.errors import ReadBeforeBoundaryError
+from gradsync_fx.ops import argument
 from gradsync_fx.program import Kind, Step, output_values, writes
 
 
@@ -83,10 +84,12 @@ def find_regions(step: Step) -> Regions:
     markers = [n for n in graph.find_nodes(op="call_function", target=ops.LEAF_GRAD) if n in needed]
     partial = frozenset(m for m in markers if _feeds_only_next_marker(m, needed))
     cuts = [m for m in markers if m not in partial]
-    updates = tuple(n for n in graph.find_nodes(op="call_function", target=ops.UPDATE) if n in needed)
+    updates = tuple(
+        n for n in graph.find_nodes(op="call_function", target=ops.UPDATE) if n in needed
+    )
     gradients: dict[int, tuple[Node, ...]] = {}
-    for marker in sorted(cuts, key=lambda m: order[m.args[0]]):  # type: ignore[index]
-        leaf = int(marker.args[1])  # type: ignore[call-overload]
+    for marker in sorted(cuts, key=lambda m: order[argument(m, 0)]):
+        leaf = int(argument(marker, 1))
         gradients[leaf] = (*gradients.get(leaf, ()), marker)
 
     beyond = _downstream(flow, cuts)
@@ -105,7 +108,7 @@ def find_regions(step: Step) -> Regions:
     kinds = dict(zip(graph.find_nodes(op="placeholder"), step.slots, strict=True))
     boundary: set[Node] = set()
     for write in effects:
-        target = kinds[write.args[0]]  # type: ignore[index]
+        target = kinds[argument(write, 0)]
         value = write.args[1]
         each_call = target.kind is Kind.BUFFER and value in from_data
         depends = value in reads_gradient or (value in after_update and not each_call)
@@ -116,9 +119,14 @@ def find_regions(step: Step) -> Regions:
     )
     hand, hand_flat = _hand_written(gradients, flow)
     return Regions(
-        gradients=gradients, partial=partial, updates=updates,
-        beyond=frozenset(beyond | after_update), boundary_writes=frozenset(boundary),
-        boundary_outputs=outputs, hand=hand, hand_flat=hand_flat,
+        gradients=gradients,
+        partial=partial,
+        updates=updates,
+        beyond=frozenset(beyond | after_update),
+        boundary_writes=frozenset(boundary),
+        boundary_outputs=outputs,
+        hand=hand,
+        hand_flat=hand_flat,
     )
 
 
@@ -127,7 +135,9 @@ def _feeds_only_next_marker(marker: Node, needed: set[Node]) -> bool:
     return bool(users) and all(
         u.target is torch.ops.aten.add.Tensor
         and all(
-            v.target is ops.LEAF_GRAD and v.args[1] == marker.args[1] for v in u.users if v in needed
+            v.target is ops.LEAF_GRAD and v.args[1] == marker.args[1]
+            for v in u.users
+            if v in needed
         )
         for u in users
     )
@@ -176,12 +186,14 @@ def check_deferrable(step: Step, regions: Regions) -> None:
                 if cut in inside:
                     _refuse(step, cut, inside | {marker})
         if len(markers) > 1:
-            _refuse(step, markers[0], set(markers[0].users), f"{step.leaves[leaf].name} has several")
+            _refuse(
+                step, markers[0], set(markers[0].users), f"{step.leaves[leaf].name} has several"
+            )
 
 
 def _refuse(step: Step, cut: Node, inside: set[Node], _why: str = "") -> None:
     reader = next((u for u in cut.users if u in inside), next(iter(cut.users)))
-    name = step.leaves[int(cut.args[1])].name  # type: ignore[call-overload]
+    name = step.leaves[int(argument(cut, 1))].name
     raise ReadBeforeBoundaryError(
         f"synced gradient of {name!r}",
         seen=f"it is read at {ops.user_line(reader)} by {reader.name} ({reader.target}) before the boundary",

@@ -56,7 +56,9 @@ def unpack(given: dict[str, Any], k: int, rank: int, world: int) -> Restored:
     if not isinstance(given, dict) or given.get("format") != FORMAT:
         found = given.get("format") if isinstance(given, dict) else type(given).__name__
         raise StateError(
-            "state", seen=f"format {found!r}", wanted=f"format {FORMAT} of step.state_dict()",
+            "state",
+            seen=f"format {found!r}",
+            wanted=f"format {FORMAT} of step.state_dict()",
             fix="load what step.state_dict() returned",
         )
     mine = given.get(f"rank{rank}")
@@ -65,19 +67,25 @@ def unpack(given: dict[str, Any], k: int, rank: int, world: int) -> Restored:
     for name, here in (("gradient_accumulation_steps", k), ("world_size", world)):
         if pending and given[name] != here:
             raise StateError(
-                name, seen=f"{given[name]} in the state, {here} here, with {pending} pending micro-steps",
+                name,
+                seen=f"{given[name]} in the state, {here} here, with {pending} pending micro-steps",
                 wanted="equal values while a window is open",
                 fix="resume with the saved value, or save at a boundary",
             )
     if mine is None and pending:
         raise StateError(
-            f"rank {rank}", seen=f"the state holds {', '.join(others)}", wanted=f"rank{rank}",
+            f"rank {rank}",
+            seen=f"the state holds {', '.join(others)}",
+            wanted=f"rank{rank}",
             fix="save on every rank, and load each rank's own state",
         )
     mine = mine or given[others[0]]
     counters = {n: int(mine[n]) for n in ("micro_step", "optimizer_step", "pending", "summed")}
     return Restored(
-        WindowState(**counters), dict(mine["accumulators"]), dict(given["next_buffers"]), list(mine["in_window"])
+        WindowState(**counters),
+        dict(mine["accumulators"]),
+        dict(given["next_buffers"]),
+        list(mine["in_window"]),
     )
 
 
@@ -89,8 +97,10 @@ def restore(name: str, accumulator: torch.Tensor, value: torch.Tensor) -> None:
     ):
         if saved != here:
             raise StateError(
-                f"accumulator {name!r}", seen=f"{what} {saved} in the state, {here} here",
-                wanted=f"the same {what}", fix="resume with the model and dtypes that were saved",
+                f"accumulator {name!r}",
+                seen=f"{what} {saved} in the state, {here} here",
+                wanted=f"the same {what}",
+                fix="resume with the model and dtypes that were saved",
             )
     accumulator.copy_(value)
 
@@ -98,7 +108,8 @@ def restore(name: str, accumulator: torch.Tensor, value: torch.Tensor) -> None:
 def foreign_state(name: str, known: list[str]) -> StateError:
     """The error for a parameter that only one of state and step has."""
     return StateError(
-        f"accumulator {name!r}", seen="it is in only one of the saved state and this step",
+        f"accumulator {name!r}",
+        seen="it is in only one of the saved state and this step",
         wanted=f"the parameters {', '.join(known[:5])}{', ...' if len(known) > 5 else ''}",
         fix="resume with the model that was saved",
     )

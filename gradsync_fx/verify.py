@@ -6,6 +6,7 @@ from torch.fx import Node
 
 from gradsync_fx import ops
 from gradsync_fx.errors import VerificationError
+from gradsync_fx.ops import argument
 from gradsync_fx.plan import Plan
 from gradsync_fx.program import Kind, Program, Slot, writes
 
@@ -25,12 +26,15 @@ def verify(program: Program, plan: Plan) -> None:
     for node in nodes:
         if node.target in (ops.LEAF_GRAD, ops.UPDATE):
             raise _broken(program, node, "a marker is left over")
-        if ops.is_collective(node) and any(u.target is not ops.WAIT and not _unpacks(u) for u in node.users):
+        if ops.is_collective(node) and any(
+            u.target is not ops.WAIT and not _unpacks(u) for u in node.users
+        ):
             raise _broken(program, node, "its result is read without a wait")
-    written = [slot_of[w.args[0]] for w in writes(program.module)]  # type: ignore[index]
+    written = [slot_of[argument(w, 0)] for w in writes(program.module)]
     inserted = sum(1 for b in plan.buckets if b.reduction.group is not None)
     stays = sum(
-        1 for n in plan.step.module.graph.nodes
+        1
+        for n in plan.step.module.graph.nodes
         if ops.is_collective(n) and n not in plan.regions.beyond
     )
     found = sum(1 for n in nodes if ops.is_collective(n))
@@ -45,13 +49,12 @@ def verify(program: Program, plan: Plan) -> None:
         )
 
 
-def _check_accumulate(
-    program: Program, written: list[Slot], found: int, allowed: int
-) -> None:
+def _check_accumulate(program: Program, written: list[Slot], found: int, allowed: int) -> None:
     for slot in written:
         if slot.kind in (Kind.PARAMETER, Kind.STATE):
             raise VerificationError(
-                "accumulate program", seen=f"it writes the {slot.kind.value} {slot.name!r}",
+                "accumulate program",
+                seen=f"it writes the {slot.kind.value} {slot.name!r}",
                 wanted="writes to accumulators, buffers and the user's own tensors only",
             )
     if found > allowed:

@@ -53,9 +53,7 @@ class Report:
         ]
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         lines = [f"one window: k = {self.k} micro-steps, {self.world_size} ranks"]
-        lines += [
-            f"  {a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}" for a, b, c in rows
-        ]
+        lines += [f"  {a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}" for a, b, c in rows]
         lines.append("nodes: " + ", ".join(f"{n} {role}" for role, n in self.regions.items()))
         lines.append("programs: " + ", ".join(f"{p} {n} nodes" for p, n in self.programs.items()))
         lines += [f"kept in every micro-step: {name}" for name in self.kept]
@@ -68,7 +66,9 @@ def make_report(captures: Sequence[CapturedStep], k: int) -> Report:
     """The report of the latest capture. Raises `WindowError` when there is none yet."""
     if not captures:
         raise WindowError(
-            "report", seen="nothing has been captured yet", wanted="a call of the step before",
+            "report",
+            seen="nothing has been captured yet",
+            wanted="a call of the step before",
             fix="call the step, or step.prepare(...), first",
         )
     captured = captures[-1]
@@ -84,12 +84,18 @@ def make_report(captures: Sequence[CapturedStep], k: int) -> Report:
     )
     size = sum(c.bytes for c in found)
     return Report(
-        k=k, world_size=captured.setting.world, collectives=found, kept=kept,
-        collectives_before=k * len(found), collectives_after=(k if sync_each else 1) * len(found),
-        bytes_before=k * size, bytes_after=(k if sync_each else 1) * size,
+        k=k,
+        world_size=captured.setting.world,
+        collectives=found,
+        kept=kept,
+        collectives_before=k * len(found),
+        collectives_after=(k if sync_each else 1) * len(found),
+        bytes_before=k * size,
+        bytes_after=(k if sync_each else 1) * size,
         regions=_regions(captured),
         unused_parameters=tuple(n for n in captured.capture.parameters if n not in captured.names),
-        warnings=_notes(captured), passes=tuple(captured.journal.entries),
+        warnings=_notes(captured),
+        passes=tuple(captured.journal.entries),
         programs={n: len(p.module.graph.nodes) for n, p in captured.programs.items()},
     )
 
@@ -123,5 +129,8 @@ def _notes(captured: CapturedStep) -> tuple[str, ...]:
         unused = [
             flag for flag in ("static_graph", "find_unused_parameters") if getattr(ddp, flag, False)
         ]
-        notes += [f"DistributedDataParallel({flag}=True) is not used: its reducer never runs" for flag in unused]
+        notes += [
+            f"DistributedDataParallel({flag}=True) is not used: its reducer never runs"
+            for flag in unused
+        ]
     return tuple(notes)

@@ -11,6 +11,7 @@ import torch
 from torch.fx import Node
 
 from gradsync_fx.draft import Draft
+from gradsync_fx.ops import argument
 from gradsync_fx.plan import Plan
 from gradsync_fx.program import Kind, Slot
 
@@ -59,16 +60,16 @@ def join_partial_sums(draft: Draft, plan: Plan) -> None:
     """A gradient that a later backward adds to is no cut: its marker goes."""
     for marker in plan.regions.partial:
         copy = draft.of[marker]
-        copy.replace_all_uses_with(copy.args[0])  # type: ignore[arg-type]
+        copy.replace_all_uses_with(argument(copy, 0))
 
 
 def leave_parameters(draft: Draft, plan: Plan) -> None:
     """An update returns the parameters that it was given."""
     for step_node in plan.regions.updates:
         update = draft.of[step_node]
-        params = update.args[2]
+        params = argument(update, 2)
         for item in list(update.users):
-            item.replace_all_uses_with(params[item.args[1]])  # type: ignore[index,call-overload]
+            item.replace_all_uses_with(params[argument(item, 1)])
 
 
 def drop_boundary_effects(draft: Draft, plan: Plan) -> None:
@@ -82,8 +83,12 @@ def drop_boundary_effects(draft: Draft, plan: Plan) -> None:
         fill = float("nan") if value.dtype.is_floating_point else 0
         with draft.graph.inserting_before(end):
             outputs[i] = draft.call(
-                torch.ops.aten.full.default, list(value.shape), fill,
-                dtype=value.dtype, device=value.device, pin_memory=False,
+                torch.ops.aten.full.default,
+                list(value.shape),
+                fill,
+                dtype=value.dtype,
+                device=value.device,
+                pin_memory=False,
             )
     draft.set_outputs(outputs)
     draft.nan_outputs = plan.regions.boundary_outputs

@@ -45,8 +45,14 @@ def reduce_bucket(draft: Draft, plan: Plan, bucket: Bucket, terms: list[Node]) -
 
 def _divide(draft: Draft, bucket: Bucket, values: list[Node]) -> list[Node]:
     form = torch.empty((), dtype=torch.float64)
-    holder = draft.input(Slot(Kind.SCALAR, f"divisor ({bucket.reduction.divisor})",
-                              ("divisor", bucket.reduction.divisor)), form)
+    holder = draft.input(
+        Slot(
+            Kind.SCALAR,
+            f"divisor ({bucket.reduction.divisor})",
+            ("divisor", bucket.reduction.divisor),
+        ),
+        form,
+    )
     divided = []
     for value in values:
         with draft.after(value):
@@ -73,11 +79,15 @@ def reduce_window(draft: Draft, plan: Plan) -> None:
         gradients = [draft.of[plan.regions.gradients[leaf][0]].args[0] for leaf in bucket.leaves]
         if plan.sync_each_batch:
             terms = reduce_bucket(draft, plan, bucket, gradients)  # type: ignore[arg-type]
-            sums = [add_to_accumulator(draft, plan, leaf, t)
-                    for leaf, t in zip(bucket.leaves, terms, strict=True)]
+            sums = [
+                add_to_accumulator(draft, plan, leaf, t)
+                for leaf, t in zip(bucket.leaves, terms, strict=True)
+            ]
         else:
-            totals = [add_to_accumulator(draft, plan, leaf, g)  # type: ignore[arg-type]
-                      for leaf, g in zip(bucket.leaves, gradients, strict=True)]
+            totals = [
+                add_to_accumulator(draft, plan, leaf, g)  # type: ignore[arg-type]
+                for leaf, g in zip(bucket.leaves, gradients, strict=True)
+            ]
             sums = reduce_bucket(draft, plan, bucket, totals)
         _install(draft, plan, bucket, _divide(draft, bucket, sums))
 
@@ -99,8 +109,12 @@ def reset_accumulators(draft: Draft, plan: Plan) -> None:
         with draft.graph.inserting_before(end):
             form = acc.meta["val"]
             zeros = draft.call(
-                _aten.full.default, list(form.shape), 0.0,
-                dtype=form.dtype, device=form.device, pin_memory=False,
+                _aten.full.default,
+                list(form.shape),
+                0.0,
+                dtype=form.dtype,
+                device=form.device,
+                pin_memory=False,
             )
         draft.write(acc, zeros)
 

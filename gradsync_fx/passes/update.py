@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 
 from gradsync_fx.draft import Draft
-from gradsync_fx.ops import ITEM
+from gradsync_fx.ops import ITEM, argument
 from gradsync_fx.plan import Plan
 from gradsync_fx.program import Kind, Slot
 
@@ -28,7 +28,7 @@ def inline_updates(draft: Draft, plan: Plan) -> None:
         marker = draft.of[step_node]
         key = update_key(step_node)
         update = plan.updates[key]
-        params, grads = list(marker.args[2]), list(marker.args[3])  # type: ignore[arg-type]
+        params, grads = list(argument(marker, 2)), list(argument(marker, 3))
         label = type(update.optimizer).__name__
         inputs: list[Any] = [*params, *grads]
         for i, (place, tensor) in enumerate(
@@ -44,7 +44,7 @@ def inline_updates(draft: Draft, plan: Plan) -> None:
         results = _inline(draft, marker, update, inputs)
         new_params, new_state = results[: len(params)], results[len(params) :]
         for item in list(marker.users):
-            item.replace_all_uses_with(new_params[item.args[1]])  # type: ignore[index]
+            item.replace_all_uses_with(new_params[argument(item, 1)])
         for place, value in zip(update.state_out, new_state, strict=True):
             if place in held:
                 draft.write(held[place], value)
@@ -71,13 +71,14 @@ def _inline(draft: Draft, marker: Node, update: Any, inputs: list[Node]) -> list
 def _known(draft: Draft, node: Node, args: Any, kwargs: Any) -> Node:
     """A call whose form the trace knows already; only what reads a host scalar is computed again."""
     value = node.meta.get("val")
+    target: Any = node.target
     if node.target is ITEM or not isinstance(value, torch.Tensor):
-        return draft.call(node.target, *args, **kwargs)
+        return draft.call(target, *args, **kwargs)
     with draft.fake_mode:
         form = torch.empty_strided(
             value.shape, value.stride(), dtype=value.dtype, device=value.device
         )
-    return draft.call_known(form, node.target, *args, **kwargs)
+    return draft.call_known(form, target, *args, **kwargs)
 
 
 def update_name(update: Any) -> str:
