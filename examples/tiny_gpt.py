@@ -31,7 +31,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Bytes in, logits for each next byte out; about 3M parameters by default."""
 
-    def __init__(self, width: int = 256, depth: int = 4, heads: int = 4, length: int = 128) -> None:
+    def __init__(self, width: int = 352, depth: int = 2, heads: int = 4, length: int = 128) -> None:
         super().__init__()
         self.embed = nn.Embedding(256, width)
         self.position = nn.Parameter(torch.zeros(length, width))

@@ -24,7 +24,7 @@ class Counter:
     device = torch.device("cpu")
     is_cpu, is_cuda, requires_grad = True, False, False
     # torch's optimizers insist on tensors for their counters.
-    __class__ = property(lambda self: torch.Tensor)  # type: ignore[assignment]
+    __class__ = property(lambda self: torch.Tensor)
 
     def __init__(self, value: Any) -> None:
         self.value = value

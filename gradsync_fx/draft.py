@@ -79,7 +79,7 @@ class Draft:
                 self._start = self.graph.call_function(_start_of_ops)
         return self._start
 
-    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+    def call(self, target: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Node:
         """A node at the insertion point, with the fake value of its result."""
         node = self.graph.call_function(target, args, kwargs)
         plain = torch.fx.map_arg((args, kwargs), lambda n: n.meta["val"])
@@ -91,10 +91,10 @@ class Draft:
                 node.meta["unbacked_bindings"] = found
         return node
 
-    def call_known(self, value: Any, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+    def call_known(self, form: Any, target: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Node:
         """A node at the insertion point whose fake value is known."""
         node = self.graph.call_function(target, args, kwargs)
-        node.meta["val"] = value
+        node.meta["val"] = form
         return node
 
     def write(self, target: Node, value: Node) -> None:

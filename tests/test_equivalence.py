@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import lr_scheduler as lr
+from torch.utils import _pytree as pytree
 
 from tests.drive import drive, plain_step, quick, step_of
 from tests.models import Convnet, Lin, TinyGPT, matrices, mlp
@@ -30,15 +31,14 @@ Parameters = Iterable[nn.Parameter]
 
 
 class Counting(Optimizer):
-    """Momentum with a warm-up: a user's own optimizer, its counters Python ints, its state made in `step`."""
+    """Momentum with a warm-up: a user's own optimizer, its counter a Python int, its state made in `step`."""
 
     def __init__(self, params: Parameters, lr: float = 0.1, warmup: int = 3) -> None:
-        super().__init__(params, {"lr": lr, "warmup": warmup, "updates": 0})
+        super().__init__(params, {"lr": lr, "warmup": warmup})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            group["updates"] += 1
             for p in group["params"]:
                 if p.grad is None:
                     continue
@@ -50,6 +50,21 @@ class Counting(Optimizer):
                 state["average"].mul_(0.9).add_(p.grad, alpha=0.1)
                 rate = group["lr"] * min(1.0, state["step"] / group["warmup"])
                 p.add_(state["average"] / (1 - 0.9 ** state["step"]), alpha=-rate)
+
+
+class GroupCounting(Optimizer):
+    """A user's own optimizer whose rate falls with a Python int in the parameter group."""
+
+    def __init__(self, params: Parameters, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "updates": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["updates"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"] / group["updates"])
 
 
 OPTIMIZERS: dict[str, Callable[[Parameters], Optimizer]] = {
@@ -72,6 +87,7 @@ OPTIMIZERS: dict[str, Callable[[Parameters], Optimizer]] = {
     "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-3),
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
     "own": Counting,
+    "own-group": GroupCounting,
 }
 
 
@@ -477,6 +493,19 @@ RETURNS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
+def assert_same_values(found: Any, wanted: Any) -> None:
+    """Tensors close, all else equal, the structure the same."""
+    mine, structure = pytree.tree_flatten(found)
+    theirs, other = pytree.tree_flatten(wanted)
+    assert structure == other
+    for a, b in zip(mine, theirs, strict=True):
+        if isinstance(b, Tensor):
+            torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+        else:
+            assert a == b
+            assert type(a) is type(b)
+
+
 @pytest.mark.parametrize("name", RETURNS)
 def test_what_the_step_returns(name: str) -> None:
     give = RETURNS[name]
@@ -500,7 +529,7 @@ def test_what_the_step_returns(name: str) -> None:
             (loss / 2).backward()
             wanted = give(loss.detach(), out.detach())
             assert type(found) is type(wanted)
-            torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
+            assert_same_values(found, wanted)
         reference.step()
         reference.zero_grad()
     for a, b in zip(ours.parameters(), eager.parameters(), strict=True):
