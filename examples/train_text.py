@@ -75,18 +75,19 @@ def train(console: Console, rank: int, world: int, seconds: float, backend: str,
     places = Generator().manual_seed(1 + rank)  # each rank reads elsewhere
 
     def window() -> float:
-        losses = []
+        total = 0.0
         for _ in range(WINDOW):
-            losses.append(step(model, optimizer, *batch(training, BATCH, length, places)))
+            total += step(model, optimizer, *batch(training, BATCH, length, places)).item()
             if step.sync_gradients:
                 scheduler.step()
-        return torch.stack(losses).mean().item()
+        return total / WINDOW
 
     console.print(f"Tracing the step and compiling its programs ({backend}), once ...")
     begin = time.monotonic()
     with console.status("compiling"):
         window()
-    console.print(f"{step.compile_count} programs in {time.monotonic() - begin:.0f} s")
+    seconds = max(seconds - (time.monotonic() - begin), seconds / 4)  # what is left to train in
+    console.print(f"{step.compile_count} programs; now training for {seconds:.0f} s")
 
     columns = BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     with Progress(*columns, console=console) as progress:
@@ -96,8 +97,8 @@ def train(console: Console, rank: int, world: int, seconds: float, backend: str,
             spent = time.monotonic() - begin
             speed = (step.micro_step - WINDOW) * BATCH * length * world / spent
             done = min(of_rank_0(spent / seconds), 1)
-            note = f"loss {loss:.3f}  {speed:,.0f} tokens/s"
-            progress.update(bar, completed=done, description=note)
+            said = f"loss {loss:.3f}  {speed:,.0f} tokens/s"
+            progress.update(bar, completed=done, description=said)
 
     end = validate(gpt, held_out, length)
     console.print(f"{step.optimizer_step} updates; validation loss {start:.3f} -> {end:.3f}")
@@ -106,10 +107,10 @@ def train(console: Console, rank: int, world: int, seconds: float, backend: str,
 
 def main() -> None:
     parser = command_line(__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, help="how long to train (default: 90; quick: 2)")
+    parser.add_argument("--seconds", type=float, help="in all (default: 180; quick: 8)")
     args = parser.parse_args()
     shape = {"width": 32, "depth": 1, "length": 32} if args.quick else {"length": 128}
-    seconds = args.seconds or (2 if args.quick else 90)
+    seconds = args.seconds or (8 if args.quick else 180)
     with ranks() as (rank, world):
         train(Console(quiet=rank > 0), rank, world, seconds, args.backend, shape)
 

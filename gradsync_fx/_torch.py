@@ -75,6 +75,7 @@ try:
         ShapeEnv,
         compute_unbacked_bindings,
     )
+    from torch.utils._pytree import tree_map_only
 except ImportError as missing:
     raise VersionError(
         f"torch {torch.__version__}",
@@ -126,4 +127,5 @@ __all__ = [
     "make_fx",
     "select_decomp_table",
     "tracing",
+    "tree_map_only",
 ]

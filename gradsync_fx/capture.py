@@ -19,7 +19,6 @@ from torch import nn
 from torch.fx import GraphModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from gradsync_fx._torch import (
     BackendCompilerFailed,
@@ -31,7 +30,9 @@ from gradsync_fx._torch import (
     aot_module_simplified,
     detect_fake_mode,
     dynamo_optimize,
+    tree_map_only,
 )
+from gradsync_fx.canonicalize import canonicalize
 from gradsync_fx.errors import (
     CaptureError,
     ForeignParameterError,
@@ -72,7 +73,7 @@ def traced(
     def whole_step(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
         END_OF_STEP.drop_gradients()
-        return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+        return tree_map_only(torch.Tensor, torch.Tensor.detach, result)
 
     # Dynamo keeps what it compiled by code object: each step needs one of its own.
     whole_step.__code__ = whole_step.__code__.replace(co_name=f"step_{next(_serial)}")
@@ -175,6 +176,7 @@ def _capture(
             kind = Kind.DATA
         slots.append(Slot(kind, name, position))
     leaves = {i: Leaf(i, names.get(id(t), f"leaf {i}"), t) for i, t in enumerate(seen.leaves)}
+    canonicalize(graph)
     step = Step(graph, tuple(slots), leaves)
     _check(step, seen, parameters)
     return Capture(

@@ -67,7 +67,7 @@ class Draft:
     def after(self, *nodes: Node) -> Iterator[None]:
         """New nodes go behind the last of `nodes` (behind all inputs, for an input)."""
         last = max(nodes)
-        where = self._first_op() if last.op == "placeholder" else last.next
+        where = self._first_op().next if last.op == "placeholder" else last.next
         with self.graph.inserting_before(where):
             yield
 
@@ -91,7 +91,9 @@ class Draft:
                 node.meta["unbacked_bindings"] = found
         return node
 
-    def call_known(self, form: Any, target: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Node:
+    def call_known(
+        self, form: Any, target: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Node:
         """A node at the insertion point whose fake value is known."""
         node = self.graph.call_function(target, args, kwargs)
         node.meta["val"] = form

@@ -72,7 +72,7 @@ def exchange(group: ProcessGroup | None, mine: Position) -> list[Position]:
 def _disagree(everyone: list[Position], what: str, show: object) -> RanksDisagreeError:
     assert callable(show)
     texts = [show(p) for p in everyone]
-    common = max(set(texts), key=texts.count)
+    common = max(texts, key=texts.count)  # rank 0's on a tie, on every rank alike
     odd = [r for r, t in enumerate(texts) if t != common] or [0]
     other = texts.index(common)
     told = ", ".join(f"rank {r} is at {texts[r]}" for r in odd)

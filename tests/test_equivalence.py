@@ -249,7 +249,9 @@ def test_a_loaded_optimizer_goes_on() -> None:
     accumulation(eager, reference, data[:2])
     step = quick(plain_step, 2)
     assert_same(
-        drive(step, ours, optimizer, data[2:4]), accumulation(eager, reference, data[2:4]), atol=2e-6
+        drive(step, ours, optimizer, data[2:4]),
+        accumulation(eager, reference, data[2:4]),
+        atol=2e-6,
     )
     optimizer.load_state_dict(optimizer.state_dict())
     reference.load_state_dict(reference.state_dict())
@@ -536,7 +538,9 @@ def test_what_the_step_returns(name: str) -> None:
         torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
 
 
-def check_against_eager(run: Callable[[Tensor, Tensor], Any], ours: nn.Module, eager: nn.Module) -> None:
+def check_against_eager(
+    run: Callable[[Tensor, Tensor], Any], ours: nn.Module, eager: nn.Module
+) -> None:
     """`run(x, y)` is a micro-step of a window of two, SGD at 0.1."""
     data = regression(5, 2)
     for window in data:

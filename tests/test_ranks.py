@@ -224,7 +224,11 @@ def test_a_rank_that_discards_alone(ranks: Ranks) -> None:
 
 def test_copies_that_start_differently(ranks: Ranks) -> None:
     check_both(
-        ranks(scenarios.other_start), "ReplicaMismatchError", "'2.weight'", "rank 1", "seed all ranks"
+        ranks(scenarios.other_start),
+        "ReplicaMismatchError",
+        "'2.weight'",
+        "rank 1",
+        "seed all ranks",
     )
 
 

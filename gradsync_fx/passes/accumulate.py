@@ -12,38 +12,15 @@ from torch.fx import Node
 
 from gradsync_fx.draft import Draft
 from gradsync_fx.ops import argument
+from gradsync_fx.passes.bucket import reduce_bucket
+from gradsync_fx.passes.sums import accumulator, add_to_accumulator
 from gradsync_fx.plan import Plan
-from gradsync_fx.program import Kind, Slot
-
-
-def accumulator(draft: Draft, plan: Plan, leaf: int) -> Node:
-    """The input that holds the running sum of a leaf."""
-    name = plan.step.leaves[leaf].name
-    return draft.input(Slot(Kind.ACCUMULATOR, name, name), plan.accumulators[name])
-
-
-def cast(draft: Draft, node: Node, dtype: torch.dtype) -> Node:
-    """`node` in another dtype, itself where it has that dtype already."""
-    if node.meta["val"].dtype is dtype:
-        return node
-    return draft.call(torch.ops.prims.convert_element_type.default, node, dtype)
-
-
-def add_to_accumulator(draft: Draft, plan: Plan, leaf: int, gradient: Node) -> Node:
-    """acc + gradient, in the accumulator's dtype."""
-    acc = accumulator(draft, plan, leaf)
-    with draft.after(gradient):
-        return draft.call(
-            torch.ops.aten.add.Tensor, acc, cast(draft, gradient, acc.meta["val"].dtype)
-        )
 
 
 def accumulate_gradients(draft: Draft, plan: Plan) -> None:
     """Every leaf's sum becomes a write into its accumulator. With sync_each_batch, what is added is reduced first."""
     from_buckets: dict[int, Node] = {}
     if plan.sync_each_batch:
-        from gradsync_fx.passes.reduce import reduce_bucket
-
         for bucket in plan.buckets:
             terms = [draft.of[plan.regions.gradients[leaf][0]].args[0] for leaf in bucket.leaves]
             from_buckets.update(
@@ -92,14 +69,3 @@ def drop_boundary_effects(draft: Draft, plan: Plan) -> None:
             )
     draft.set_outputs(outputs)
     draft.nan_outputs = plan.regions.boundary_outputs
-
-
-__all__ = [
-    "accumulate_gradients",
-    "accumulator",
-    "add_to_accumulator",
-    "cast",
-    "drop_boundary_effects",
-    "join_partial_sums",
-    "leave_parameters",
-]

@@ -1,0 +1,32 @@
+"""What every pass that touches a running sum shares: its input, the add, the cast."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from gradsync_fx.draft import Draft
+from gradsync_fx.plan import Plan
+from gradsync_fx.program import Kind, Slot
+
+
+def accumulator(draft: Draft, plan: Plan, leaf: int) -> Node:
+    """The input that holds the running sum of a leaf."""
+    name = plan.step.leaves[leaf].name
+    return draft.input(Slot(Kind.ACCUMULATOR, name, name), plan.accumulators[name])
+
+
+def cast(draft: Draft, node: Node, dtype: torch.dtype) -> Node:
+    """`node` in another dtype, itself where it has that dtype already."""
+    if node.meta["val"].dtype is dtype:
+        return node
+    return draft.call(torch.ops.prims.convert_element_type.default, node, dtype)
+
+
+def add_to_accumulator(draft: Draft, plan: Plan, leaf: int, gradient: Node) -> Node:
+    """acc + gradient, in the accumulator's dtype."""
+    acc = accumulator(draft, plan, leaf)
+    with draft.after(gradient):
+        return draft.call(
+            torch.ops.aten.add.Tensor, acc, cast(draft, gradient, acc.meta["val"].dtype)
+        )

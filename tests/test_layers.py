@@ -1,0 +1,82 @@
+"""The architecture as data: imports point down, private torch stays in one file, files stay small."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import gradsync_fx
+
+
+ROOT = Path(gradsync_fx.__file__).parent
+LAYERS = [
+    ["errors"],
+    ["options", "_torch"],
+    ["ops", "counters", "optimizer_state", "window"],
+    ["program", "host_split", "canonicalize", "interception", "journal"],
+    ["capture", "regions", "optimizer_trace", "state", "ranks"],
+    ["plan", "draft", "updates"],
+    ["passes.sums", "passes.base", "verify", "planning", "lowering"],
+    ["passes.bucket", "passes.update"],
+    ["passes.accumulate", "passes.reduce"],
+    ["passes"],
+    ["captured"],
+    ["executor", "inspection", "inspection.report"],
+    ["api"],
+    [""],
+]
+LAYER = {name: i for i, names in enumerate(LAYERS) for name in names}
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(p for p in parts if p != "__init__")] = path
+    return found
+
+
+def imports(path: Path) -> list[tuple[str, int]]:
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, node.lineno) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            inside = [f"{node.module}.{alias.name}" for alias in node.names]
+            known = [f"gradsync_fx.{m}" for m in modules()]
+            found += [(name if name in known else node.module, node.lineno) for name in inside]
+    return found
+
+
+def test_every_module_has_a_layer() -> None:
+    assert set(LAYER) == set(modules())
+
+
+def test_imports_point_down() -> None:
+    wrong = []
+    for name, path in modules().items():
+        for target, line in imports(path):
+            if target.split(".")[0] != "gradsync_fx":
+                continue
+            inner = target.removeprefix("gradsync_fx").removeprefix(".")
+            if LAYER[inner] >= LAYER[name]:
+                wrong.append(f"{name}:{line} imports {inner}")
+    assert wrong == []
+
+
+def test_private_torch_stays_in_one_file() -> None:
+    wrong = [
+        f"{name}:{line} {target}"
+        for name, path in modules().items()
+        for target, line in imports(path)
+        if name != "_torch"
+        and target.startswith("torch.")
+        and any(p.startswith("_") for p in target.split("."))
+    ]
+    assert wrong == []
+
+
+def test_files_stay_small_and_say_what_they_are() -> None:
+    for name, path in modules().items():
+        assert len(path.read_text().splitlines()) <= 400, name
+        assert ast.get_docstring(ast.parse(path.read_text())), name

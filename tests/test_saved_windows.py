@@ -1,0 +1,99 @@
+"""Stop at every position of a window, load into fresh objects, go on: bitwise the run that never stopped."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gradsync_fx import StateError
+from tests.loops import Counting, batches, mlp, optimized, plain_step
+
+
+def fresh(counting: bool = False) -> tuple[nn.Module, Any, Any]:
+    torch.manual_seed(0)
+    model = mlp()
+    make = Counting if counting else torch.optim.AdamW
+    optimizer: Any = make(model.parameters())
+    return model, optimizer, optimized(plain_step, 4)
+
+
+@pytest.mark.parametrize("counting", [False, True])
+@pytest.mark.parametrize("stop", range(9))
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(stop: int, counting: bool) -> None:
+    data = batches(12)
+    model, optimizer, run = fresh(counting)
+    for b in data:
+        run(model, optimizer, *b)
+
+    first, first_optimizer, first_run = fresh(counting)
+    for b in data[:stop]:
+        first_run(first, first_optimizer, *b)
+    file = io.BytesIO()
+    torch.save(
+        {
+            "model": first.state_dict(),
+            "optimizer": first_optimizer.state_dict(),
+            "window": first_run.state_dict(),
+        },
+        file,
+    )
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+
+    second, second_optimizer, second_run = fresh(counting)
+    second.load_state_dict(saved["model"])
+    second_optimizer.load_state_dict(saved["optimizer"])
+    second_run.load_state_dict(saved["window"])
+    assert (second_run.micro_step, second_run.pending) == (stop, stop % 4)
+    for b in data[stop:]:
+        second_run(second, second_optimizer, *b)
+    assert (second_run.micro_step, second_run.optimizer_step) == (12, 3)
+    for a, b in zip(model.parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert repr(optimizer.state_dict()) == repr(second_optimizer.state_dict())
+
+
+def test_prepare_compiles_and_runs_nothing() -> None:
+    model, optimizer, run = fresh()
+    before = [p.detach().clone() for p in model.parameters()]
+    (data,) = batches(1)
+    run.prepare(model, optimizer, *data)
+    assert (run.compile_count, run.micro_step, run.pending) == (2, 0, 0)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert not optimizer.state
+    assert set(run.state_dict()["rank0"]["accumulators"]) == dict(model.named_parameters()).keys()
+    for _ in range(4):
+        run(model, optimizer, *data)
+    assert (run.compile_count, run.optimizer_step) == (2, 1)
+
+
+def test_what_does_not_fit_is_refused_with_both_values() -> None:
+    model, optimizer, run = fresh()
+    run(model, optimizer, *batches(1)[0])
+    state = run.state_dict()
+    other = optimized(plain_step, 2)
+    with pytest.raises(StateError, match="4 in the state, 2 here, with 1 pending"):
+        other.load_state_dict(state)
+    with pytest.raises(StateError, match="world_size: 2 in the state, 1 here"):
+        optimized(plain_step, 4).load_state_dict({**state, "world_size": 2})
+    with pytest.raises(StateError, match="format"):
+        run.load_state_dict({"format": 99})
+    state["rank0"]["accumulators"]["0.weight"] = torch.zeros(3)
+    with pytest.raises(StateError, match="shape"):
+        run.load_state_dict(state)
+    state["rank0"]["accumulators"] = {"elsewhere": torch.zeros(3)}
+    with pytest.raises(StateError, match="only one of the saved state and this step"):
+        run.load_state_dict(state)
+
+
+def test_a_state_without_an_open_window_fits_another_k() -> None:
+    model, optimizer, run = fresh()
+    for b in batches(4):
+        run(model, optimizer, *b)
+    other = optimized(plain_step, 2)
+    other.load_state_dict(run.state_dict())
+    assert (other.micro_step, other.optimizer_step) == (4, 1)
