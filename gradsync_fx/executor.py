@@ -36,6 +36,7 @@ class Executor:
         self._in_window: dict[str, None] = {}
         self._next_buffers: dict[str, torch.Tensor] = {}
         self._by_structure: dict[str, CapturedStep] = {}
+        self._discards = 0
         self._restored: dict[str, torch.Tensor] = {}
         self.preparing = False
 
@@ -166,7 +167,13 @@ class Executor:
     ) -> tuple[dict[str, float], list[Position]]:
         setting = captured.setting
         mine = Position(
-            kind, self.k, after.pending, after.summed, after.optimizer_step, captured.layout, 0
+            kind,
+            self.k,
+            after.pending,
+            after.summed,
+            after.optimizer_step,
+            captured.layout,
+            self._discards,
         )
         everyone = exchange(setting.group, mine)
         total = sum(p.summed for p in everyone)
@@ -235,6 +242,7 @@ class Executor:
         for tensor in self.accumulators.values():
             tensor.zero_()
         self._in_window.clear()
+        self._discards += 1
         self.window, self.sync_gradients = self.window.closed(updated=False), False
 
     def state_dict(self) -> dict[str, Any]:

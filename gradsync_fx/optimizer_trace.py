@@ -162,9 +162,7 @@ def _trace(
         return len(carriers) - 1
 
     def encode(value: Any, place: Place) -> Any:
-        if (type(value) is float and (place, None) not in fixed) or (
-            type(value) is int and place[0] == "state"
-        ):
+        if type(value) in (int, float) and (place, None) not in fixed:
             return ("number", number(value, place))
         if type(value) is tuple and any(
             type(v) is float and (place, i) not in fixed for i, v in enumerate(value)

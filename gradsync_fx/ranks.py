@@ -30,7 +30,7 @@ class Position:
     summed: int
     optimizer_step: int
     layout: int
-    last: int
+    discards: int
 
 
 def _device(group: ProcessGroup) -> torch.device:
@@ -56,12 +56,14 @@ def exchange(group: ProcessGroup | None, mine: Position) -> list[Position]:
         mine.summed,
         mine.optimizer_step,
         mine.layout,
-        mine.last,
+        mine.discards,
     ]
     everyone = [Position(*row) for row in _gather(group, numbers)]
     steppers = [(r, p) for r, p in enumerate(everyone) if p.kind == BOUNDARY]
     if len({(p.k, p.pending) for _, p in steppers}) > 1:
         raise _disagree(everyone, "the window", lambda p: f"micro-step {p.pending}/{p.k}")
+    if len({p.discards for p in everyone}) > 1:
+        raise _disagree(everyone, "the windows", lambda p: f"{p.discards} discarded windows")
     if len({p.layout for p in everyone}) > 1:
         raise _disagree(everyone, "the gradients", lambda p: f"bucket layout {p.layout:#x}")
     if len({p.optimizer_step for p in everyone}) > 1:

