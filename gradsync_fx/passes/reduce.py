@@ -13,6 +13,7 @@ import torch
 from torch.fx import Node
 
 from gradsync_fx.draft import Draft
+from gradsync_fx.ops import argument
 from gradsync_fx.passes.bucket import reduce_bucket
 from gradsync_fx.passes.sums import accumulator, add_to_accumulator, cast
 from gradsync_fx.plan import Bucket, Plan
@@ -39,10 +40,11 @@ def _divide(draft: Draft, bucket: Bucket, values: list[Node]) -> list[Node]:
     return divided
 
 
-def _install(draft: Draft, plan: Plan, bucket: Bucket, sums: list[Node]) -> None:
-    for leaf, value in zip(bucket.leaves, sums, strict=True):
-        (step_marker, *_) = plan.regions.gradients[leaf]
-        marker = draft.of[step_marker]
+def _install(
+    draft: Draft, plan: Plan, bucket: Bucket, values: list[Node], occurrence: int = 0
+) -> None:
+    for leaf, value in zip(bucket.leaves, values, strict=True):
+        marker = draft.of[plan.regions.gradients[leaf][occurrence]]
         hand = plan.regions.hand.get(leaf)
         old = marker if hand is None else draft.of[hand.wait]
         with draft.after(value):
@@ -69,6 +71,18 @@ def reduce_window(draft: Draft, plan: Plan) -> None:
             ]
             sums = reduce_bucket(draft, plan, bucket, totals)
         _install(draft, plan, bucket, _divide(draft, bucket, sums))
+        _reduce_later_gradients(draft, plan, bucket)
+
+
+def _reduce_later_gradients(draft: Draft, plan: Plan, bucket: Bucket) -> None:
+    """Gradients that are zeroed and computed again in one step (windows of one micro-step only): each by itself."""
+    markers = plan.regions.gradients
+    for occurrence in range(1, max(len(markers[leaf]) for leaf in bucket.leaves)):
+        again = tuple(leaf for leaf in bucket.leaves if len(markers[leaf]) > occurrence)
+        part = Bucket(again, bucket.reduction)
+        gradients = [argument(draft.of[markers[leaf][occurrence]], 0) for leaf in again]
+        reduced = reduce_bucket(draft, plan, part, gradients)
+        _install(draft, plan, part, _divide(draft, part, reduced), occurrence)
 
 
 def reduce_sums(draft: Draft, plan: Plan) -> None:
