@@ -246,12 +246,24 @@ def _check(step: Step, seen: Observed, parameters: dict[str, torch.Tensor]) -> N
     graph = step.module.graph
     written = any(step.slots[i].kind is Kind.PARAMETER for i in _written(step))
     if not graph.find_nodes(op="call_function", target=UPDATE) and not written:
+        if seen.hooked:
+            raise hook_error(next(n for n, t in parameters.items() if t is seen.hooked[0]))
         raise NoOptimizerError(
             "the step",
             seen="it never reaches an optimizer: no parameter is changed",
             wanted="a call of optimizer.step() on the parameters that loss.backward() reaches",
             fix="call optimizer.step() in the step on every call; when it takes effect is decided for you",
         )
+
+
+def hook_error(name: str) -> CaptureError:
+    """The error for a gradient hook on a parameter."""
+    return CaptureError(
+        f"hook on {name!r}",
+        seen="a gradient hook (an optimizer that runs inside backward, perhaps); it would see partial sums",
+        wanted="parameters without gradient hooks when gradient_accumulation_steps > 1",
+        fix="remove the hook, and do its work between backward() and optimizer.step()",
+    )
 
 
 def _written(step: Step) -> list[int]:

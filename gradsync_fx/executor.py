@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradsync_fx.capture import Capture
+from gradsync_fx.capture import Capture, hook_error
 from gradsync_fx.captured import CapturedStep
-from gradsync_fx.errors import CaptureError, GradSyncWarning, WindowError
+from gradsync_fx.errors import GradSyncWarning, WindowError
 from gradsync_fx.options import Options, check_steps
 from gradsync_fx.planning import accumulator_dtype
 from gradsync_fx.ranks import BOUNDARY, FLUSH, Position, broadcast, check_replicas, exchange
@@ -37,6 +37,7 @@ class Executor:
         self._next_buffers: dict[str, torch.Tensor] = {}
         self._by_structure: dict[str, CapturedStep] = {}
         self._discards = 0
+        self._latest: CapturedStep | None = None
         self._restored: dict[str, torch.Tensor] = {}
         self.preparing = False
 
@@ -78,12 +79,7 @@ class Executor:
 
     def _check_capture(self, capture: Capture) -> None:
         if capture.hooked and self.k > 1:
-            raise CaptureError(
-                f"hook on {capture.hooked[0]!r}",
-                seen="a gradient hook (an optimizer that runs inside backward, perhaps); it would see partial sums",
-                wanted="parameters without gradient hooks when gradient_accumulation_steps > 1",
-                fix="remove the hook, and do its work between backward() and optimizer.step()",
-            )
+            raise hook_error(capture.hooked[0])
         for earlier in self.captures:
             for mine, theirs in zip(earlier.capture.optimizers, capture.optimizers, strict=False):
                 if mine is not theirs:
@@ -122,6 +118,9 @@ class Executor:
             if self.k > 1:
                 captured.compile("accumulate")
             raise Prepared
+        if captured is not self._latest:
+            self._check_still_trained()
+            self._latest = captured
         self._buffers_before(captured)
         if not self.window.closes(self.k):
             results = captured.accumulate(args)
@@ -142,6 +141,17 @@ class Executor:
         self._in_window.clear()
         self.window, self.sync_gradients = after.closed(updated=True), True
         return results
+
+    def _check_still_trained(self) -> None:
+        """A parameter with a sum in the open window must stay trainable until it closes."""
+        for name in self._in_window:
+            if not self.parameters[name].requires_grad:
+                raise WindowError(
+                    f"requires_grad of {name!r}",
+                    seen=f"it changed inside a window (micro-step {self.window.pending + 1}/{self.k})",
+                    wanted="a change between two windows",
+                    fix="freeze it at a boundary, or call step.flush() or step.discard() first",
+                )
 
     def _buffers_before(self, captured: CapturedStep) -> None:
         """Rank 0's buffers at the start of a window, as DDP under `no_sync` has them, or at every call."""
