@@ -138,7 +138,11 @@ def _needed(graph: Graph) -> set[Node]:
         for n in graph.nodes
         if n.op == "output"
         or (n.target is torch.ops.aten.copy_.default)
-        or (n.op == "call_function" and n.is_impure() and not _is_communication(n))
+        or (
+            n.op == "call_function"
+            and n.is_impure(impure_random=False)
+            and not _is_communication(n)
+        )
     ]
     while stack:
         node = stack.pop()

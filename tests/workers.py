@@ -17,7 +17,7 @@ from typing import Any
 
 
 WORLD = 2
-PATIENCE = 90.0  # seconds for one scenario
+PATIENCE = 180.0  # seconds for one scenario, which may compile with Inductor
 
 
 class RanksFailed(AssertionError):
