@@ -179,19 +179,17 @@ def check_deferrable(step: Step, regions: Regions) -> None:
     flow = data_flow(step.module.graph)
     flow.remove_nodes_from(regions.updates)
     cuts = [m for markers in regions.gradients.values() for m in markers]
-    for leaf, markers in regions.gradients.items():
+    for markers in regions.gradients.values():
         for marker in markers:
             inside = nx.ancestors(flow, marker)
             for cut in cuts:
                 if cut in inside:
                     _refuse(step, cut, inside | {marker})
         if len(markers) > 1:
-            _refuse(
-                step, markers[0], set(markers[0].users), f"{step.leaves[leaf].name} has several"
-            )
+            _refuse(step, markers[0], set(markers[0].users))
 
 
-def _refuse(step: Step, cut: Node, inside: set[Node], _why: str = "") -> None:
+def _refuse(step: Step, cut: Node, inside: set[Node]) -> None:
     reader = next((u for u in cut.users if u in inside), next(iter(cut.users)))
     name = step.leaves[int(argument(cut, 1))].name
     raise ReadBeforeBoundaryError(
