@@ -1,6 +1,7 @@
 """Gradient accumulation under data parallelism, in the compiler: a plain train step in, two programs out."""
 
 from gradsync_fx.api import OptimizedStep, optimize
+from gradsync_fx.controls import micro_batch_weight
 from gradsync_fx.errors import (
     CaptureError,
     ForeignParameterError,
@@ -39,5 +40,6 @@ __all__ = [
     "VerificationError",
     "VersionError",
     "WindowError",
+    "micro_batch_weight",
     "optimize",
 ]

@@ -68,7 +68,9 @@ try:
     )
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.pattern_matcher import stable_topological_sort
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.distributed.distributed_c10d import _get_default_store as default_store
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import (
         DimDynamic,
@@ -115,6 +117,7 @@ __all__ = [
     "check_version",
     "compile_fx_inner",
     "compute_unbacked_bindings",
+    "default_store",
     "detect_fake_mode",
     "dynamo_config",
     "dynamo_counters",
@@ -126,6 +129,7 @@ __all__ = [
     "lookup_backend",
     "make_fx",
     "select_decomp_table",
+    "stable_topological_sort",
     "tracing",
     "tree_map_only",
 ]

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import functools
+import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from gradsync_fx.capture import traced
-from gradsync_fx.executor import Executor, Prepared
+from gradsync_fx.captured import CapturedStep
+from gradsync_fx.catalogue import Found
+from gradsync_fx.controls import Demand
+from gradsync_fx.errors import GradSyncWarning
+from gradsync_fx.executor import Executor
 from gradsync_fx.inspection.report import Report, make_report
 from gradsync_fx.lowering import decompositions
 from gradsync_fx.options import Options
+from gradsync_fx.saving import load, save
 
 
 class OptimizedStep:
@@ -24,29 +31,25 @@ class OptimizedStep:
     def __init__(self, train_step: Callable[..., Any], options: Options) -> None:
         functools.update_wrapper(self, train_step)
         self._executor = Executor(options)
-        self._call = traced(
-            train_step, self._executor.on_capture, decompositions(options), options.dynamic
-        )
+        self._find = _Finder(train_step, self._executor)
+        self._executor.catalogue.retrace = self._find.again
+        # The executor outlives this object just long enough to tell what was lost with it.
+        name = getattr(train_step, "__name__", type(train_step).__name__)
+        weakref.finalize(self, _warn_of_pending, self._executor, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One micro-step. Returns what the step returns, tensors detached."""
         executor = self._executor
         first = not executor.captures
         executor.drop_user_gradients()
-        result = self._call(*args, **kwargs)
+        result = self._find.call(*args, **kwargs)
         if first:
             executor.drop_user_gradients()
         return result
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Captures and compiles for these arguments without running anything."""
-        self._executor.preparing = True
-        try:
-            self._call(*args, **kwargs)
-        except Prepared:
-            pass
-        finally:
-            self._executor.preparing = False
+        self._executor.prepare(self._find.capture_of(args, kwargs))
 
     @property
     def sync_gradients(self) -> bool:
@@ -60,12 +63,12 @@ class OptimizedStep:
 
     @property
     def optimizer_step(self) -> int:
-        """Updates so far."""
+        """Updates so far; with a k for each optimizer, calls that updated any."""
         return self._executor.window.optimizer_step
 
     @property
     def pending(self) -> int:
-        """Micro-steps in the open window."""
+        """Micro-steps in the open window; with a k for each optimizer, in the longest open one."""
         return self._executor.window.pending
 
     @property
@@ -83,7 +86,7 @@ class OptimizedStep:
 
     def gradients(self) -> Mapping[str, torch.Tensor]:
         """Parameter name to a view of its running sum (the accumulator's shape and dtype)."""
-        return {name: t.view_as(t) for name, t in self._executor.accumulators.items()}
+        return {name: t.view_as(t) for name, t in self._executor.accumulators.sums.items()}
 
     def flush(self, on_update: Callable[[], Any] | None = None) -> None:
         """Closes the open window now: reduce, update, zero. Every rank calls it."""
@@ -103,19 +106,80 @@ class OptimizedStep:
         What differs between ranks has the rank in its key. A run that is stopped inside a window and resumed from it
         is bitwise the run that was not.
         """
-        return self._executor.state_dict()
+        return save(self._executor)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes what `state_dict` gave. Raises `StateError` with both values where it does not fit."""
-        self._executor.load_state_dict(state)
+        load(self._executor, state)
 
     def report(self) -> Report:
         """What the rewrite changed, for what has been captured so far. Raises `WindowError` before the first call."""
-        return make_report(self._executor.captures, self._executor.k)
+        return make_report(self._executor.captures, self._executor.options)
 
-    def set_gradient_accumulation_steps(self, k: int) -> None:
+    def set_gradient_accumulation_steps(self, k: Any) -> None:
         """Another window length from the next window on. Raises `WindowError` inside a window. Never recompiles."""
         self._executor.set_steps(k)
+
+
+class _Finder:
+    """Calls the traced step: to run it, or only to learn which capture some arguments lead to."""
+
+    def __init__(self, train_step: Callable[..., Any], executor: Executor) -> None:
+        options = executor.options
+        self._executor, self._demand = executor, Demand()
+        self._last: tuple[Any, Any] | None = None
+        self._call = traced(
+            train_step,
+            executor.on_capture,
+            decompositions(options),
+            options.dynamic,
+            self._demand,
+            manual=options.manual,
+            rank_timeout=options.rank_timeout,
+        )
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        # Kept while a window is open: closing it may need the step traced anew, with the same arguments.
+        self._last = (args, kwargs)
+        try:
+            result = self._call(*args, **kwargs)
+            self._executor.finish()
+            return result
+        finally:
+            if not self._executor.window.pending:
+                self._last = None
+
+    def capture_of(self, args: Any, kwargs: Any) -> CapturedStep:
+        """Captures a call without running it."""
+        self._executor.only_find = True
+        try:
+            self._call(*args, **kwargs)
+        except Found as found:
+            return found.captured
+        finally:
+            self._executor.only_find = False
+        raise AssertionError("a traced step ran where it was only to be found")
+
+    def again(self, parameters: dict[str, torch.Tensor]) -> CapturedStep | None:
+        """The last call of this window, traced with a gradient for each of these parameters; None without a call."""
+        if self._last is None:
+            return None
+        self._demand.key, self._demand.parameters = repr(list(parameters)), tuple(parameters.values())
+        try:
+            return self.capture_of(*self._last)
+        finally:
+            self._demand.key, self._demand.parameters = "", ()
+
+
+def _warn_of_pending(executor: Executor, name: str) -> None:
+    pending = executor.window.pending
+    if pending and executor.saved != executor.window:
+        warnings.warn(
+            f"{name} ended with {pending} pending micro-steps in an open window: they are lost. Call flush() after the "
+            "last batch, or discard() to drop them on purpose.",
+            GradSyncWarning,
+            stacklevel=2,
+        )
 
 
 def optimize(train_step: Callable[..., Any] | None = None, **options: Any) -> Any:

@@ -33,6 +33,7 @@ from gradsync_fx._torch import (
     tree_map_only,
 )
 from gradsync_fx.canonicalize import canonicalize
+from gradsync_fx.controls import TRACED, Demand
 from gradsync_fx.errors import (
     CaptureError,
     ForeignParameterError,
@@ -40,8 +41,10 @@ from gradsync_fx.errors import (
     NoGradientError,
     NoOptimizerError,
 )
-from gradsync_fx.interception import END_OF_STEP, Observed, intercepting, observed
+from gradsync_fx.interception import intercepting
+from gradsync_fx.observed import HostCall, Observed, observed
 from gradsync_fx.ops import UPDATE, argument
+from gradsync_fx.presence import compiling
 from gradsync_fx.program import Kind, Leaf, Slot, Step, writes
 
 
@@ -56,6 +59,8 @@ class Capture:
     parameters: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
     hooked: tuple[str, ...]
+    host_calls: tuple[HostCall, ...]
+    weighed: bool
 
 
 _serial = itertools.count()
@@ -63,31 +68,42 @@ OnCapture = Callable[[Capture], Callable[[list[Any]], Any]]
 
 
 def traced(
-    function: Callable[..., Any], on_capture: OnCapture, decompositions: Any, dynamic: bool | None
+    function: Callable[..., Any],
+    on_capture: OnCapture,
+    decompositions: Any,
+    dynamic: bool | None,
+    demand: Demand | None = None,
+    *,
+    manual: bool = False,
+    rank_timeout: float | None = None,
 ) -> Callable[..., Any]:
     """A callable that captures `function` as needed and hands each call's flat inputs to what `on_capture` returned.
 
-    Raises `CaptureError` (naming the user's line) when a step cannot be traced whole.
+    manual: calls that do not reach an optimizer are micro-steps of a window, not mistakes. Raises `CaptureError`
+    (naming the user's line) when a step cannot be traced whole.
     """
+    asked = demand or Demand()
 
     def whole_step(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
-        END_OF_STEP.drop_gradients()
-        return tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+        notes = TRACED.end(asked.key, manual)  # type: ignore[func-returns-value]  # a trace answers with its notes
+        return tree_map_only(torch.Tensor, torch.Tensor.detach, result), notes
 
     # Dynamo keeps what it compiled by code object: each step needs one of its own.
     whole_step.__code__ = whole_step.__code__.replace(co_name=f"step_{next(_serial)}")
 
     def compile_graph(module: GraphModule, inputs: list[Any]) -> Any:
-        return _functional(module, inputs, on_capture, decompositions)
+        return _functional(module, inputs, on_capture, decompositions, manual)
 
     context: Any = dynamo_optimize(backend=compile_graph, nopython=True, dynamic=dynamic)
-    context.callback._torchdynamo_orig_backend = _Scoped(context.callback._torchdynamo_orig_backend)
+    context.callback._torchdynamo_orig_backend = _Scoped(
+        context.callback._torchdynamo_orig_backend, asked, rank_timeout
+    )
     run = context(whole_step)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            return run(*args, **kwargs)
+            return run(*args, **kwargs)[0]
         except (
             Unsupported,
             BackendCompilerFailed,
@@ -103,18 +119,22 @@ def traced(
 class _Scoped:
     """Dynamo's frame converter, with the interception in force while it traces and at no other time."""
 
-    def __init__(self, callback: Any) -> None:
-        self._callback = callback
+    def __init__(self, callback: Any, demand: Demand, rank_timeout: float | None) -> None:
+        self._callback, self._demand, self._rank_timeout = callback, demand, rank_timeout
         # Dynamo's C code walks this chain while frames are intercepted: a plain attribute, no Python code may run.
         self._torchdynamo_orig_backend = callback._torchdynamo_orig_backend
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with intercepting():
+        with compiling(self._rank_timeout), intercepting(self._demand.parameters):
             return self._callback(*args, **kwargs)
 
 
 def _functional(
-    module: GraphModule, inputs: list[Any], on_capture: OnCapture, decompositions: Any
+    module: GraphModule,
+    inputs: list[Any],
+    on_capture: OnCapture,
+    decompositions: Any,
+    manual: bool,
 ) -> Any:
     seen = observed()
     sources = [
@@ -123,7 +143,7 @@ def _functional(
     ]
 
     def receive(graph: GraphModule, fakes: Any) -> Any:
-        capture = _capture(graph, fakes, sources, seen)
+        capture = _capture(graph, fakes, sources, seen, manual)
         ready: list[Callable[[list[Any]], Any]] = []
 
         def boxed(args: list[Any]) -> Any:
@@ -149,7 +169,11 @@ def _functional(
 
 
 def _capture(
-    graph: GraphModule, fakes: list[Any], sources: list[tuple[str, Any]], seen: Observed
+    graph: GraphModule,
+    fakes: list[Any],
+    sources: list[tuple[str, Any]],
+    seen: Observed,
+    manual: bool,
 ) -> Capture:
     if len(fakes) != len(sources):
         raise CaptureError(
@@ -178,7 +202,7 @@ def _capture(
     leaves = {i: Leaf(i, names.get(id(t), f"leaf {i}"), t) for i, t in enumerate(seen.leaves)}
     canonicalize(graph)
     step = Step(graph, tuple(slots), leaves)
-    _check(step, seen, parameters)
+    _check(step, seen, parameters, manual)
     return Capture(
         step=step,
         fake_mode=detect_fake_mode(fakes),
@@ -187,6 +211,8 @@ def _capture(
         parameters=parameters,
         buffers=buffers,
         hooked=tuple(names.get(id(t), "a tensor") for t in seen.hooked),
+        host_calls=tuple(seen.host_calls),
+        weighed=bool(seen.weights),
     )
 
 
@@ -196,11 +222,9 @@ def _is_leaf(tensor: torch.Tensor, seen: Observed) -> bool:
 
 def _named_tensors(seen: Observed) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Parameters and buffers of the outermost modules met, by the inner module's names (no `module.` of DDP)."""
-    inside = {id(c) for _, m in seen.modules for c in m.modules() if c is not m}
-    roots = [(s, m) for s, m in seen.modules if id(m) not in inside]
     parameters: dict[str, torch.Tensor] = {}
     buffers: dict[str, torch.Tensor] = {}
-    for source, root in roots:
+    for source, root in seen.roots():
         inner = root.module if isinstance(root, DistributedDataParallel) else root
         for found, named in (
             (parameters, inner.named_parameters()),
@@ -224,7 +248,9 @@ def _readable(source: str) -> str:
     return ".".join(w for w in words if w not in ("_modules", "_parameters", "_buffers")) or source
 
 
-def _check(step: Step, seen: Observed, parameters: dict[str, torch.Tensor]) -> None:
+def _check(
+    step: Step, seen: Observed, parameters: dict[str, torch.Tensor], manual: bool
+) -> None:
     if not step.leaves:
         raise NoGradientError(
             "the step",
@@ -245,7 +271,7 @@ def _check(step: Step, seen: Observed, parameters: dict[str, torch.Tensor]) -> N
                     )
     graph = step.module.graph
     written = any(step.slots[i].kind is Kind.PARAMETER for i in _written(step))
-    if not graph.find_nodes(op="call_function", target=UPDATE) and not written:
+    if not graph.find_nodes(op="call_function", target=UPDATE) and not written and not manual:
         if seen.hooked:
             raise hook_error(next(n for n, t in parameters.items() if t is seen.hooked[0]))
         raise NoOptimizerError(

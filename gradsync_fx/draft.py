@@ -11,7 +11,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from gradsync_fx import ops
-from gradsync_fx._torch import compute_unbacked_bindings
+from gradsync_fx._torch import compute_unbacked_bindings, stable_topological_sort
+from gradsync_fx.ops import argument
 from gradsync_fx.program import Kind, Program, Slot, Step, output_values
 
 
@@ -21,15 +22,20 @@ def _start_of_ops() -> None:
 
 @dataclass(slots=True)
 class Draft:
-    """`of` maps nodes of the step to their copies here; `slots` grows with each new input."""
+    """`of` maps nodes of the step to their copies here; `slots` grows with each new input.
+
+    notes: the copies of what the step's notes point out. host_values: outputs for the host's calls.
+    """
 
     name: str
     module: GraphModule
     slots: list[Slot]
     of: dict[Node, Node]
     fake_mode: Any
-    nan_outputs: tuple[int, ...] = ()
+    notes: dict[tuple[ops.Role, int], list[Node]] = field(default_factory=dict)
+    host_values: int = 0
     _inputs: dict[tuple[Kind, Any], Node] = field(default_factory=dict)
+    _ends: dict[Node, Node] = field(default_factory=dict)
     _start: Node | None = None
 
     @classmethod
@@ -42,7 +48,24 @@ class Draft:
         graph.output(values).meta.update(out.meta)
         module = GraphModule(step.module, graph)
         module.meta.update(step.module.meta)
-        return cls(name, module, list(step.slots), of, fake_mode)
+        draft = cls(name, module, list(step.slots), of, fake_mode)
+        draft._take_notes()
+        return draft
+
+    def _take_notes(self) -> None:
+        """Notes are for passes: what they point out is kept here, and the chain's end is no output."""
+        values = [None if _is_note(v) else v for v in self.outputs()]
+        self.set_outputs(values)
+        for node in self.graph.find_nodes(op="call_function", target=ops.NOTE):
+            role = ops.Role(argument(node, 2))
+            self.notes.setdefault((role, argument(node, 3)), []).append(argument(node, 1))
+        for node in reversed(self.graph.find_nodes(op="call_function", target=ops.NOTE)):
+            self.graph.erase_node(node)
+
+    def note(self, role: ops.Role) -> Node | None:
+        """The one value that was noted in this role, or None."""
+        found = self.notes.get((role, 0))
+        return found[0] if found else None
 
     @property
     def graph(self) -> Graph:
@@ -65,11 +88,28 @@ class Draft:
 
     @contextmanager
     def after(self, *nodes: Node) -> Iterator[None]:
-        """New nodes go behind the last of `nodes` (behind all inputs, for an input)."""
+        """New nodes go behind the last of `nodes` (behind all inputs, for an input), and behind those put there before.
+
+        So what is inserted in some order stands in that order: collectives must, on all ranks alike.
+        """
         last = max(nodes)
-        where = self._first_op().next if last.op == "placeholder" else last.next
-        with self.graph.inserting_before(where):
+        if last.op == "placeholder":
+            last = self._first_op()
+        following = self._ends.get(last, last).next
+        with self.graph.inserting_before(following):
             yield
+        self._ends[last] = following.prev
+
+    @contextmanager
+    def at_start(self) -> Iterator[None]:
+        """New nodes go before those of the step, behind the inputs."""
+        with self.after(self._first_op()):
+            yield
+
+    def sort(self) -> None:
+        """Restores the order of definition and use; what can stay where it is does."""
+        stable_topological_sort(self.graph)
+        self._ends.clear()
 
     def _first_op(self) -> Node:
         if self._start is None:
@@ -127,7 +167,11 @@ class Draft:
         self.graph.lint()
         self.module.delete_all_unused_submodules()
         self.module.recompile()
-        return Program(self.name, self.module, tuple(slots), self.nan_outputs)
+        return Program(self.name, self.module, tuple(slots), self.host_values)
+
+
+def _is_note(value: Any) -> bool:
+    return isinstance(value, Node) and value.target is ops.NOTE
 
 
 def _needed(graph: Graph) -> set[Node]:

@@ -1,26 +1,40 @@
-"""The runtime: one window, its accumulators, and the choice of a program by the counter."""
+"""The runtime: one window, and the choice of a program by the counter.
+
+An accumulate call runs one program and speaks to nobody. A window closes in a call, in a slot without data (skip) or
+after the data (flush); in all three the ranks tell each other where they stand, and then each of them
+
+    runs the boundary program (or the tail program, without data)      if all ranks have the same gradients to reduce and
+                                                                       something was certainly summed
+    runs the accumulate program, then the tail for the union of what   otherwise: branches that differ, or weights that
+    the ranks' windows hold, or makes no update if that is nothing     may all be zero
+"""
 
 from __future__ import annotations
 
 import warnings
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from gradsync_fx.capture import Capture, hook_error
-from gradsync_fx.captured import CapturedStep
+from gradsync_fx.accumulators import Accumulators
+from gradsync_fx.capture import Capture
+from gradsync_fx.captured import NONE, CapturedStep, Divisors
+from gradsync_fx.catalogue import Catalogue, Found
 from gradsync_fx.errors import GradSyncWarning, WindowError
+from gradsync_fx.module_buffers import ModuleBuffers
 from gradsync_fx.options import Options, check_steps
-from gradsync_fx.planning import accumulator_dtype
-from gradsync_fx.ranks import BOUNDARY, FLUSH, Position, broadcast, check_replicas, exchange
+from gradsync_fx.ranks import (
+    ACCUMULATE,
+    BOUNDARY,
+    FLUSH,
+    Line,
+    Meeting,
+    Position,
+    check_replicas,
+    check_same_layout,
+)
 from gradsync_fx.regions import check_deferrable
-from gradsync_fx.state import foreign_state, pack, restore, unpack
 from gradsync_fx.window import WindowState
-
-
-class Prepared(Exception):
-    """Ends a call of `prepare` once the programs exist: nothing of the step may run."""
 
 
 class Executor:
@@ -28,81 +42,49 @@ class Executor:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.window = WindowState()
+        self.window = WindowState.fresh(len(options.steps))
         self.sync_gradients = False
-        self.accumulators: dict[str, torch.Tensor] = {}
-        self.parameters: dict[str, torch.Tensor] = {}
-        self.captures: list[CapturedStep] = []
-        self._in_window: dict[str, None] = {}
-        self._next_buffers: dict[str, torch.Tensor] = {}
-        self._by_structure: dict[str, CapturedStep] = {}
+        self.accumulators = Accumulators(len(options.steps))
+        self.catalogue = Catalogue(self.accumulators)
+        self.buffers = ModuleBuffers()
+        self.only_find = False
+        self.saved: WindowState | None = None
+        self._line = Line(None, None)
         self._discards = 0
-        self._latest: CapturedStep | None = None
-        self._restored: dict[str, torch.Tensor] = {}
-        self.preparing = False
+        self._apart: tuple[CapturedStep, Meeting, list[Any]] | None = None
 
     @property
-    def k(self) -> int:
-        return self.options.gradient_accumulation_steps
+    def captures(self) -> list[CapturedStep]:
+        return self.catalogue.captures
 
     def on_capture(self, capture: Capture) -> Any:
-        """Prepares a capture to run; returns what runs it.
-
-        A capture that computes what an earlier one does runs the earlier one's programs: Dynamo traces anew when any
-        Python value that it guards on changes, also where the graph stays the same.
-        """
-        self._check_capture(capture)
-        structure = capture.step.structure()
-        known = self._by_structure.get(structure)
-        if known is not None:
-            return lambda args: self.run(known, args)
-        captured = CapturedStep(capture, self.options, self.accumulators)
-        if self.k > 1:
-            check_deferrable(capture.step, captured.regions)
-        for leaf in captured.regions.leaves:
-            name, parameter = capture.step.leaves[leaf].name, capture.step.leaves[leaf].parameter
-            if name not in self.accumulators:
-                dtype = accumulator_dtype(parameter, self.options)
-                self.accumulators[name] = torch.zeros_like(
-                    parameter, dtype=dtype, requires_grad=False
-                )
-                self.parameters[name] = parameter
-                if name in self._restored:
-                    restore(name, self.accumulators[name], self._restored.pop(name))
-        if not self.captures and captured.setting.group is not None:
-            check_replicas(captured.setting.group, capture.parameters)
-        if self._restored:
-            raise foreign_state(next(iter(self._restored)), list(self.accumulators))
-        self.captures.append(captured)
-        self._by_structure[structure] = captured
+        """Prepares a capture to run; returns what runs it."""
+        captured, new = self.catalogue.admit(capture, self.options)
+        if new and len(self.captures) == 1:
+            self._line = Line(captured.setting.group, self.options.rank_timeout)
+            if captured.setting.group is not None:
+                check_replicas(self._line, capture.parameters)
+            self.buffers.first(captured)
         return lambda args: self.run(captured, args)
 
-    def _check_capture(self, capture: Capture) -> None:
-        if capture.hooked and self.k > 1:
-            raise hook_error(capture.hooked[0])
-        for earlier in self.captures:
-            for mine, theirs in zip(earlier.capture.optimizers, capture.optimizers, strict=False):
-                if mine is not theirs:
-                    raise WindowError(
-                        f"optimizer {type(theirs).__name__} (id {id(theirs):#x})",
-                        seen="this step was captured with another optimizer object before",
-                        wanted="the same model and optimizer at every call",
-                        fix="make a step of its own for it: gradsync_fx.optimize(train_step, ...)",
-                    )
-        for name, parameter in capture.parameters.items():
-            if name in self.parameters and self.parameters[name] is not parameter:
-                raise WindowError(
-                    f"parameter {name!r}",
-                    seen="this step was captured with another model object before",
-                    wanted="the same model and optimizer at every call",
-                    fix="make a step of its own for it: gradsync_fx.optimize(train_step, ...)",
-                )
+    def prepare(self, captured: CapturedStep) -> None:
+        """Compiles what calls like this one will run."""
+        if captured.updates:
+            captured.compile(self._all_parts)
+        if not captured.updates or self.options.accumulates and not self.options.manual:
+            captured.compile(NONE)
+        self.catalogue.latest = self.catalogue.latest or captured
+
+    @property
+    def _all_parts(self) -> frozenset[int]:
+        return frozenset(range(len(self.window.parts)))
 
     def drop_user_gradients(self) -> None:
         """`.grad` is None between calls; what stands there is dropped with a warning."""
-        dropped = [name for name, p in self.parameters.items() if p.grad is not None]
+        parameters = self.accumulators.parameters
+        dropped = [name for name, p in parameters.items() if p.grad is not None]
         for name in dropped:
-            self.parameters[name].grad = None
+            parameters[name].grad = None
         if dropped:
             warnings.warn(
                 f"{dropped[0]!r} had a .grad ({len(dropped)} parameters in all): dropped. The window's gradients are "
@@ -112,199 +94,254 @@ class Executor:
             )
 
     def run(self, captured: CapturedStep, args: list[Any]) -> Any:
-        """One micro-step: the accumulate or the boundary program, as the counter says."""
-        if self.preparing:
-            captured.compile("boundary")
-            if self.k > 1:
-                captured.compile("accumulate")
-            raise Prepared
-        if captured is not self._latest:
-            self._check_still_trained()
-            self._latest = captured
-        self._buffers_before(captured)
-        if not self.window.closes(self.k):
-            results = captured.accumulate(args)
-            self._in_window.update(dict.fromkeys(captured.names))
-            self.window, self.sync_gradients = self.window.accumulated(), False
-            return results
-        for name in self._in_window:
-            if name not in captured.names:
-                raise WindowError(
-                    f"parameter {name!r}",
-                    seen="it received a gradient earlier in this window, but not in the call that closes it",
-                    wanted="the same parameters in every micro-step of a window",
-                )
-        after = self.window.accumulated()
-        divisors = self._agree(captured, after, BOUNDARY)[0]
-        results = captured.boundary(args, divisors)
-        self._buffers_after(captured)
-        self._in_window.clear()
-        self.window, self.sync_gradients = after.closed(updated=True), True
+        """One micro-step: the accumulate or a boundary program, as the counter (or the step itself) says."""
+        if self.only_find:
+            raise Found(captured)
+        opens = self.window.pending == 0
+        if opens or captured is not self.catalogue.latest:
+            self.accumulators.check_trainable(captured, self._next_place())
+        self.catalogue.latest = captured
+        closing = self._closing(captured)
+        if closing:
+            return self._close(captured, BOUNDARY, closing, args)[0]
+        after = self.window.called(summed=True)
+        if captured.speaks_in_every_call:
+            self._meet(captured, ACCUMULATE, NONE, after, runs=True)
+        self.buffers.before(captured, opens=opens)
+        results = captured.micro_step(args, NONE, {})
+        self.accumulators.added(captured)
+        self.window, self.sync_gradients = after, False
         return results
 
-    def _check_still_trained(self) -> None:
-        """A parameter with a sum in the open window must stay trainable until it closes."""
-        for name in self._in_window:
-            if not self.parameters[name].requires_grad:
-                raise WindowError(
-                    f"requires_grad of {name!r}",
-                    seen=f"it changed inside a window (micro-step {self.window.pending + 1}/{self.k})",
-                    wanted="a change between two windows",
-                    fix="freeze it at a boundary, or call step.flush() or step.discard() first",
-                )
+    def _closing(self, captured: CapturedStep) -> frozenset[int]:
+        if self.options.manual:
+            return self._all_parts if captured.updates else NONE
+        return self.window.closing(self.options.steps)
 
-    def _buffers_before(self, captured: CapturedStep) -> None:
-        """Rank 0's buffers at the start of a window, as DDP under `no_sync` has them, or at every call."""
-        setting, buffers = captured.setting, captured.capture.buffers
-        if setting.group is None or setting.broadcast_buffers == "never" or not buffers:
-            return
-        if setting.broadcast_buffers == "every" or self.window.micro_step == 0:
-            broadcast(setting.group, list(buffers.values()))
-        elif self.window.pending == 0:
-            for name, value in self._next_buffers.items():
-                buffers[name].copy_(value)
-        self._next_buffers.clear()
+    def _next_place(self) -> str:
+        return f"micro-step {self.window.pending + 1}/{max(self.options.steps) or '?'}"
 
-    def _buffers_after(self, captured: CapturedStep) -> None:
-        """Fetches rank 0's buffers for the next window while all ranks meet: its first call may not be theirs."""
-        setting = captured.setting
-        if setting.group is not None and setting.broadcast_buffers == "window_start":
-            self._next_buffers = {n: b.clone() for n, b in captured.capture.buffers.items()}
-            broadcast(setting.group, list(self._next_buffers.values()))
-
-    def _agree(
-        self, captured: CapturedStep, after: WindowState, kind: int
-    ) -> tuple[dict[str, float], list[Position]]:
-        setting = captured.setting
-        mine = Position(
-            kind,
-            self.k,
-            after.pending,
-            after.summed,
-            after.optimizer_step,
-            captured.layout,
-            self._discards,
+    def _meet(
+        self,
+        captured: CapturedStep,
+        kind: int,
+        closing: frozenset[int],
+        after: WindowState,
+        *,
+        runs: bool,
+    ) -> Meeting:
+        """Tells the other ranks where this one stands, and learns it of them."""
+        covered = set(self.accumulators.in_window) <= set(captured.names)
+        meeting = self._line.meet(
+            Position(
+                kind=kind,
+                runs=runs,
+                k=max(self.options.steps),
+                pending=after.pending,
+                closing=sum(1 << part for part in closing),
+                optimizer_step=self.window.optimizer_step,
+                layout=captured.layout if covered else 0,
+                discards=self._discards,
+                weights=self._weights(captured, after),
+            )
         )
-        everyone = exchange(setting.group, mine)
-        total = sum(p.summed for p in everyone)
-        if self.options.reduction == "sum":
-            return {"ranks": float(setting.world), "local": 1.0}, everyone
-        return {"ranks": float(total), "local": total / setting.world}, everyone
+        if meeting.someone_runs and self.options.sync_each_batch:
+            check_same_layout(meeting)
+        return meeting
+
+    def _weights(self, captured: CapturedStep, after: WindowState) -> tuple[float, ...]:
+        if captured.plan.weighing is None:
+            return tuple(float(part.summed) for part in after.parts)
+        return tuple(float(weight) for weight in self.accumulators.weights.values())
+
+    def _divisors(self, totals: list[float]) -> Divisors:
+        world, summing = self._world, self.options.reduction == "sum"
+        found: Divisors = {}
+        for part, total in enumerate(totals):
+            found["ranks", part] = float(world) if summing else total
+            found["local", part] = 1.0 if summing else total / world
+        return found
+
+    @property
+    def _world(self) -> int:
+        return self.captures[0].setting.world
+
+    def _close(
+        self, captured: CapturedStep, kind: int, closing: frozenset[int], args: list[Any] | None
+    ) -> tuple[list[Any], Meeting]:
+        """Ends the window of the closing parts together with all ranks; see the module's text."""
+        runs = args is not None
+        after = self.window if kind == FLUSH else self.window.called(summed=runs)
+        meeting = self._meet(captured, kind, closing, after, runs=runs)
+        if runs:
+            self.buffers.before(captured, opens=self.window.pending == 0)
+        elif meeting.someone_runs:
+            self._keep_company(captured)
+        if meeting.kind == ACCUMULATE:
+            return [], meeting
+        closing = meeting.closing
+        totals = [sum(column) for column in zip(*(p.weights for p in meeting.ranks), strict=True)]
+        results: list[Any] = []
+        if meeting.uniform and all(totals[part] > 0 for part in closing):
+            updated, divisors = closing, self._divisors(totals)
+            if args is not None:
+                results = captured.micro_step(args, closing, divisors)
+            else:
+                captured.tail(closing, divisors)
+            self.window = after
+        else:
+            if args is not None:
+                results = captured.micro_step(args, NONE, {})
+                self.accumulators.added(captured)
+            self.window, self._apart = after, (captured, meeting, results)
+            if not runs:
+                self.finish()
+            return results, meeting
+        self._end_window(captured, meeting, updated)
+        return results, meeting
+
+    def finish(self) -> None:
+        """The second half of a window that closes apart: outside of the traced call, which it may trace anew."""
+        if self._apart is None:
+            return
+        (captured, meeting, results), self._apart = self._apart, None
+        updated = self._close_apart(captured, meeting, results)
+        self._end_window(captured, meeting, updated)
+
+    def _end_window(
+        self, captured: CapturedStep, meeting: Meeting, updated: frozenset[int]
+    ) -> None:
+        closing = meeting.closing
+        self.accumulators.clear(closing - updated)
+        self.accumulators.closed(closing)
+        self.window = self.window.closed(closing, updated=bool(updated))
+        self.sync_gradients = bool(updated)
+        if updated:
+            self.buffers.after_boundary(captured)
+        elif meeting.pending:
+            warnings.warn(
+                "a window closed without a single term on any rank (skipped, not finite, or of zero weight): no update",
+                GradSyncWarning,
+                stacklevel=5,
+            )
+
+    def _close_apart(
+        self, captured: CapturedStep, meeting: Meeting, results: list[Any]
+    ) -> frozenset[int]:
+        """The tail for all that the ranks' windows hold; returns the parts that it updated."""
+        closing, runs = meeting.closing, bool(results)
+        mine = self.accumulators.names(closing)
+        names = captured.names_of(closing) if meeting.uniform else self._line.names(mine)
+        target = self.catalogue.for_parameters(captured, names, closing) if names else captured
+        ready = target is not None and not (runs and any(captured.regions.stages.values()))
+        rows = self._line.gather([float(ready), *self._weights(captured, self.window)])
+        if target is None or not all(row[0] for row in rows):
+            raise _no_common_tail([rank for rank, row in enumerate(rows) if not row[0]])
+        totals = [sum(column) for column in zip(*(row[1:] for row in rows), strict=True)]
+        updated = frozenset(part for part in closing if totals[part] > 0) if names else NONE
+        if updated:
+            given = target.tail(updated, self._divisors(totals), by_name=not meeting.uniform)
+            if runs and target.regions.tail_outputs == captured.regions.tail_outputs:
+                # The caller holds these tensors by now: the accumulate program made them, full of NaN.
+                for i, value in zip(target.regions.tail_outputs, given, strict=True):
+                    results[i].copy_(value)
+        return updated
+
+    def _keep_company(self, captured: CapturedStep) -> None:
+        """Takes part, without data, in the collectives of the other ranks' micro-step."""
+        self.buffers.keep_company(captured)
+        if self.options.sync_each_batch:
+            captured.take_part()
+            self.accumulators.added(captured)
 
     def flush(self, on_update: Any = None) -> None:
         """Closes the open window with what is summed; keeps ranks that still have data company."""
         self.sync_gradients = False
-        if not self.captures:
-            if dist.is_available() and dist.is_initialized():
-                raise WindowError(
-                    "flush",
-                    seen="this rank has captured nothing yet",
-                    wanted="at least one call before flush",
-                    fix="call step.prepare(...) first",
-                )
+        captured = self.catalogue.closer()
+        if captured is None:
+            if self.window.pending or (dist.is_available() and dist.is_initialized()):
+                raise _nothing_captured("flush")
             return
-        captured = self.captures[-1]
+        updated = False
         while True:
-            divisors, everyone = self._agree(captured, self.window, FLUSH)
-            total = sum(p.summed for p in everyone)
-            if total:
-                captured.tail(divisors)
-                self._buffers_after(captured)
-                self.sync_gradients = True
+            _, meeting = self._close(captured, FLUSH, NONE, None)
+            if meeting.kind == BOUNDARY and self.sync_gradients:
+                updated = True
                 if on_update is not None:
                     on_update()
-            self._in_window.clear()
-            self.window = self.window.closed(updated=bool(total))
-            if all(p.kind == FLUSH for p in everyone):
-                return
+            if meeting.over:
+                break
+        self.sync_gradients = updated
 
     def skip(self) -> None:
         """A slot without data."""
-        if not self.captures:
+        captured = self.catalogue.closer()
+        if captured is None:
+            raise _nothing_captured("skip")
+        if self.options.manual:
             raise WindowError(
                 "skip",
-                seen="this rank has captured nothing yet",
-                wanted="a call or prepare before skip",
-                fix="call step.prepare(...) first",
+                seen='gradient_accumulation_steps="manual": the step decides where a window ends, not a count of slots',
+                wanted="a call of the step, or step.flush()",
+                fix="leave the call out on this rank; the mean is over the micro-steps that were made",
             )
-        captured = self.captures[-1]
-        after = self.window.skipped()
-        self.sync_gradients = False
-        if not self.window.closes(self.k):
-            self.window = after
+        closing = self._closing(captured)
+        if closing:
+            self._close(captured, BOUNDARY, closing, None)
             return
-        divisors, everyone = self._agree(captured, after, BOUNDARY)
-        total = sum(p.summed for p in everyone)
-        if total:
-            captured.tail(divisors)
-            self._buffers_after(captured)
-        else:
-            warnings.warn(
-                "a window closed without a single term on any rank: no update",
-                GradSyncWarning,
-                stacklevel=3,
-            )
-        self._in_window.clear()
-        self.window, self.sync_gradients = after.closed(updated=bool(total)), bool(total)
+        after = self.window.called(summed=False)
+        if captured.speaks_in_every_call:
+            meeting = self._meet(captured, ACCUMULATE, NONE, after, runs=False)
+            if meeting.someone_runs:
+                self._keep_company(captured)
+        self.window, self.sync_gradients = after, False
 
     def discard(self) -> None:
         """Drops the open window."""
-        for tensor in self.accumulators.values():
-            tensor.zero_()
-        self._in_window.clear()
+        self.accumulators.clear(self._all_parts)
         self._discards += 1
-        self.window, self.sync_gradients = self.window.closed(updated=False), False
+        self.window = self.window.closed(self._all_parts, updated=False)
+        self.sync_gradients = False
 
-    def state_dict(self) -> dict[str, Any]:
-        """Counters, accumulators, and the buffers fetched for the next window; see `state.pack`."""
-        rank, world = self._place()
-        return pack(
-            self.window,
-            self.k,
-            rank,
-            world,
-            self.accumulators,
-            self._next_buffers,
-            list(self._in_window),
-        )
-
-    def load_state_dict(self, given: dict[str, Any]) -> None:
-        """Takes what `state_dict` gave. Raises `StateError` where it does not fit."""
-        rank, world = self._place()
-        state = unpack(given, self.k, rank, world)
-        names = set(state.accumulators)
-        if self.accumulators and names and names != set(self.accumulators):
-            raise foreign_state(next(iter(names ^ set(self.accumulators))), list(self.accumulators))
-        for tensor in self.accumulators.values():
-            tensor.zero_()
-        for name, value in state.accumulators.items():
-            if name in self.accumulators:
-                restore(name, self.accumulators[name], value)
-        self._restored = {n: v for n, v in state.accumulators.items() if n not in self.accumulators}
-        self._next_buffers = state.next_buffers
-        self._in_window = dict.fromkeys(state.in_window)
-        self.window, self.sync_gradients = state.window, False
-
-    def _place(self) -> tuple[int, int]:
-        if self.captures:
-            setting = self.captures[0].setting
-            return setting.rank, setting.world
-        group = self.options.process_group
-        if dist.is_available() and dist.is_initialized():
-            return dist.get_rank(group), dist.get_world_size(group)
-        return 0, 1
-
-    def set_steps(self, k: int) -> None:
+    def set_steps(self, k: Any) -> None:
         """Another window length, at a boundary."""
         check_steps(k)
-        if self.window.pending and k != self.k:
+        if self.window.pending and k != self.options.gradient_accumulation_steps:
             raise WindowError(
                 "gradient_accumulation_steps",
-                seen=f"k changed from {self.k} to {k} with {self.window.pending} pending micro-steps",
+                seen=f"k changed from {self.options.gradient_accumulation_steps} to {k} with {self.window.pending} "
+                "pending micro-steps",
                 wanted="a change between two windows",
                 fix="call step.flush() or step.discard() first",
             )
-        self.options = self.options.with_steps(k)
-        if k > 1:
+        changed = self.options.with_steps(k)
+        if len(changed.steps) != len(self.options.steps) or changed.manual != self.options.manual:
+            raise WindowError(
+                "gradient_accumulation_steps",
+                seen=f"{self.options.gradient_accumulation_steps!r} became {k!r}",
+                wanted="the same kind of value: a number, or a mapping of the same optimizers",
+                fix="make a step of its own for it: gradsync_fx.optimize(train_step, ...)",
+            )
+        if changed.accumulates:
             for captured in self.captures:
                 check_deferrable(captured.capture.step, captured.regions)
+        self.options = changed
+
+
+def _nothing_captured(what: str) -> WindowError:
+    return WindowError(
+        what,
+        seen="this rank has captured nothing yet that reaches an update",
+        wanted=f"at least one call, or prepare, before {what}",
+        fix="call step.prepare(...) first",
+    )
+
+
+def _no_common_tail(ranks: list[int]) -> WindowError:
+    return WindowError(
+        f"the window of ranks {ranks}",
+        seen="the ranks' micro-steps gave gradients to different parameters, and these ranks have no way to update them "
+        "all",
+        wanted="one set of parameters in a window, or steps that can be captured for the union",
+        fix="call step.prepare(...) once for each branch of the step on every rank before training",
+    )

@@ -1,9 +1,10 @@
-"""Vocabulary: the two marker ops that capture leaves in a graph, and predicates over ATen nodes.
+"""Vocabulary: the three marker ops that capture leaves in a graph, and predicates over ATen nodes.
 
 leaf_grad(g, i)                  -> g            the running gradient of leaf i; the window's sum is spliced in here
 update(h, which, params, grads)  -> new params   one `optimizer.step()`; replaced by the traced update, or by nothing
+note(chain, value, role, i)      -> chain        points out a value to the passes; a chain of notes ends in an output
 
-Both are opaque to tracing (a fake kernel only) and never run: slicing replaces every one of them.
+All are opaque to tracing (a fake kernel only) and never run: slicing replaces every one of them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import operator
 import os
 import re
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from torch.fx import Node
 _LIBRARY = torch.library.Library("gradsync_fx", "DEF")
 _LIBRARY.define("leaf_grad(Tensor g, int leaf) -> Tensor")
 _LIBRARY.define("update(int handle, int[] which, Tensor[] params, Tensor[] grads) -> Tensor[]")
+_LIBRARY.define("note(Tensor chain, Tensor value, int role, int index) -> Tensor")
 
 
 @torch.library.register_fake("gradsync_fx::leaf_grad", lib=_LIBRARY)
@@ -34,8 +37,27 @@ def _update_fake(
     return [torch.empty_like(p) for p in params]
 
 
+@torch.library.register_fake("gradsync_fx::note", lib=_LIBRARY)
+def _note_fake(chain: torch.Tensor, value: torch.Tensor, role: int, index: int) -> torch.Tensor:
+    return torch.empty_like(chain)
+
+
+class Role(IntEnum):
+    """What a note points out.
+
+    WEIGHT: the micro-batch's weight. LOSS: what backward was called on. LEFT: the gradient of leaf `index` when the
+    step ended. HOST: argument `index` of the calls that the host makes after an update.
+    """
+
+    WEIGHT = 0
+    LOSS = 1
+    LEFT = 2
+    HOST = 3
+
+
 LEAF_GRAD = torch.ops.gradsync_fx.leaf_grad.default
 UPDATE = torch.ops.gradsync_fx.update.default
+NOTE = torch.ops.gradsync_fx.note.default
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 ITEM = torch.ops.aten._local_scalar_dense.default

@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
 
 from gradsync_fx.errors import OptionError
 
 
-REDUCTIONS = ("mean", "sum")
+MANUAL = "manual"
+REDUCTIONS = ("mean", "sum", "weighted")
 BROADCASTS = ("window_start", "never", "every")
 
 
@@ -22,7 +24,7 @@ BROADCASTS = ("window_start", "never", "every")
 class Options:
     """What `gradsync_fx.optimize` takes, with its defaults; see there for the meaning of each."""
 
-    gradient_accumulation_steps: int = 1
+    gradient_accumulation_steps: int | str | Mapping[Optimizer, int] = 1
     reduction: str = "mean"
     process_group: ProcessGroup | None = None
     sync_each_batch: bool = False
@@ -30,6 +32,8 @@ class Options:
     accumulator_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     broadcast_buffers: str = "window_start"
+    skip_nonfinite: bool = False
+    rank_timeout: float | None = None
     backend: str | Callable[..., Any] = "inductor"
     mode: str | None = None
     dynamic: bool | None = None
@@ -39,11 +43,15 @@ class Options:
         check_steps(self.gradient_accumulation_steps)
         _one_of("reduction", self.reduction, REDUCTIONS)
         _one_of("broadcast_buffers", self.broadcast_buffers, BROADCASTS)
-        if not isinstance(self.sync_each_batch, bool):
-            raise _bad("sync_each_batch", self.sync_each_batch, "True or False")
+        for name in ("sync_each_batch", "skip_nonfinite"):
+            if not isinstance(getattr(self, name), bool):
+                raise _bad(name, getattr(self, name), "True or False")
         cap = self.bucket_cap_mb
         if not isinstance(cap, int | float) or math.isnan(cap) or cap <= 0:
             raise _bad("bucket_cap_mb", cap, "a number of MiB above 0")
+        limit = self.rank_timeout
+        if limit is not None and not (isinstance(limit, int | float) and 0 < limit < math.inf):
+            raise _bad("rank_timeout", limit, "None or a number of seconds above 0")
         for name in ("accumulator_dtype", "reduce_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not (
@@ -68,7 +76,25 @@ class Options:
                 )
         return cls(**given)
 
-    def with_steps(self, k: int) -> Options:
+    @property
+    def manual(self) -> bool:
+        """Whether the step itself decides which call is the boundary."""
+        return self.gradient_accumulation_steps == MANUAL
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Micro-steps in a window, for each part of it: one, or one for each optimizer of a mapping; 0 for manual."""
+        given = self.gradient_accumulation_steps
+        if isinstance(given, Mapping):
+            return tuple(given.values())
+        return (0,) if isinstance(given, str) else (given,)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether a window may have more than one micro-step."""
+        return any(k != 1 for k in self.steps)
+
+    def with_steps(self, k: Any) -> Options:
         """The same options with another window length."""
         return replace(self, gradient_accumulation_steps=k)
 
@@ -78,10 +104,21 @@ class Options:
         return int(self.bucket_cap_mb * 1024 * 1024)
 
 
-def check_steps(k: object) -> None:
-    """Raises `OptionError` unless k is an integer of at least 1."""
-    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-        raise _bad("gradient_accumulation_steps", k, "an integer of at least 1")
+def check_steps(given: object) -> None:
+    """Raises `OptionError` unless given an integer of at least 1, "manual", or a mapping from optimizers to integers."""
+    name = "gradient_accumulation_steps"
+    if isinstance(given, Mapping):
+        for optimizer, k in given.items():
+            if not isinstance(optimizer, Optimizer) or not _is_count(k):
+                raise _bad(name, {optimizer: k}, "a mapping from optimizers to integers of at least 1")
+        if given:
+            return
+    if given != MANUAL and not _is_count(given):
+        raise _bad(name, given, "an integer of at least 1, 'manual', or a mapping from optimizers")
+
+
+def _is_count(k: object) -> bool:
+    return isinstance(k, int) and not isinstance(k, bool) and k >= 1
 
 
 def _one_of(name: str, value: object, legal: tuple[str, ...]) -> None:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.fx import Node
+from torch.nn.parallel import DistributedDataParallel
 
 from gradsync_fx.capture import Capture
-from gradsync_fx.errors import CaptureError
+from gradsync_fx.errors import CaptureError, OptionError
+from gradsync_fx.ops import LEAF_GRAD, argument, user_line
 from gradsync_fx.options import Options
 from gradsync_fx.plan import Bucket, Reduction
 from gradsync_fx.regions import Regions
@@ -28,6 +34,7 @@ class Setting:
     rank: int
     bucket_bytes: int
     broadcast_buffers: str
+    wire_dtype: torch.dtype | None
     ignored: frozenset[str]
 
 
@@ -40,6 +47,7 @@ def find_setting(capture: Capture, options: Options) -> Setting:
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
     cap, broadcast = options.bucket_bytes, options.broadcast_buffers
+    wire_dtype = options.reduce_dtype
     ignored: frozenset[str] = frozenset()
     if ddp is not None:
         if options.bucket_cap_mb == DEFAULT_CAP_MB:
@@ -47,41 +55,122 @@ def find_setting(capture: Capture, options: Options) -> Setting:
         if not ddp.broadcast_buffers:
             broadcast = "never"
         ignored = frozenset(ddp.parameters_to_ignore)
-        _refuse_hooks(ddp)
+        wire_dtype = wire_dtype or _wire(ddp)
     world = dist.get_world_size(group) if group is not None else 1
     rank = dist.get_rank(group) if group is not None else 0
-    return Setting(group if world > 1 else None, world, rank, cap, broadcast, ignored)
+    group = group if world > 1 else None
+    return Setting(group, world, rank, cap, broadcast, wire_dtype, ignored)
 
 
-def _refuse_hooks(ddp: torch.nn.parallel.DistributedDataParallel) -> None:
+def _wire(ddp: DistributedDataParallel) -> torch.dtype | None:
+    """The dtype of DDP's stock compression hook, if it has one; any other hook is refused."""
     for _, hook in getattr(ddp, "_comm_hooks", []):
-        raise CaptureError(
-            f"communication hook {getattr(hook, '__qualname__', hook)!r}",
-            seen="DDP's own reducer does not run in a compiled step, and so neither would its hook",
-            wanted="no communication hook",
-            fix="use reduce_dtype=torch.bfloat16 (or float16) for the stock compression hooks",
-        )
+        if hook is default_hooks.bf16_compress_hook:
+            return torch.bfloat16
+        if hook is default_hooks.fp16_compress_hook:
+            return torch.float16
+        if hook is not default_hooks.allreduce_hook:
+            raise CaptureError(
+                f"communication hook {getattr(hook, '__qualname__', hook)!r}",
+                seen="DDP's own reducer does not run in a compiled step, and so neither would its hook",
+                wanted="no communication hook, or one of torch's allreduce, fp16_compress and bf16_compress hooks",
+                fix="use reduce_dtype=torch.bfloat16 (or float16) for compression",
+            )
+    return None
+
+
+def find_parts(
+    capture: Capture, regions: Regions, options: Options
+) -> tuple[dict[int, int], dict[Node, int]]:
+    """The part of the window that each leaf and each update belongs to: by the optimizer, where k is a mapping."""
+    steps = options.gradient_accumulation_steps
+    if not isinstance(steps, Mapping):
+        return dict.fromkeys(regions.leaves, 0), dict.fromkeys(regions.updates, 0)
+    number = {id(optimizer): part for part, optimizer in enumerate(steps)}
+    owner: dict[int, int] = {}
+    for optimizer, part in zip(steps, range(len(steps)), strict=True):
+        for group in optimizer.param_groups:
+            owner.update({id(p): part for p in group["params"]})
+    leaves: dict[int, int] = {}
+    for leaf in regions.leaves:
+        part = owner.get(id(capture.step.leaves[leaf].parameter), -1)
+        if part < 0:
+            raise _unmapped(f"parameter {capture.step.leaves[leaf].name!r}", "none of them holds it")
+        leaves[leaf] = part
+    updates: dict[Node, int] = {}
+    for update in regions.updates:
+        optimizer = capture.optimizers[int(argument(update, 0))]
+        if id(optimizer) not in number:
+            raise _unmapped(type(optimizer).__name__, "the step calls it, and no k is given for it")
+        updates[update] = number[id(optimizer)]
+        for cut in regions.update_sources[update]:
+            if cut in regions.updates or leaves[int(argument(cut, 1))] != updates[update]:
+                raise _entangled(capture, update, cut)
+    return leaves, updates
+
+
+def _unmapped(culprit: str, seen: str) -> OptionError:
+    return OptionError(
+        culprit,
+        seen=f"gradient_accumulation_steps is a mapping of optimizers, and {seen}",
+        wanted="one k for each optimizer of the step",
+        fix="add the optimizer to the mapping",
+    )
+
+
+def _entangled(capture: Capture, update: Node, cut: Node) -> CaptureError:
+    optimizer = type(capture.optimizers[int(argument(update, 0))]).__name__
+    name = (
+        repr(capture.step.leaves[int(argument(cut, 1))].name) if cut.target is LEAF_GRAD else "another"
+    )
+    return CaptureError(
+        f"{optimizer}, at {user_line(update)}",
+        seen=f"its update reads the gradient of {name}, which belongs to an optimizer with a window of its own",
+        wanted="optimizers whose gradients do not meet (in one clipping, say) when each has its own k",
+        fix="clip each optimizer's parameters apart, or give them one k",
+    )
 
 
 def find_buckets(
-    capture: Capture, regions: Regions, setting: Setting, options: Options
+    capture: Capture,
+    regions: Regions,
+    setting: Setting,
+    options: Options,
+    parts: dict[int, int],
+    *,
+    by_name: bool = False,
 ) -> tuple[Bucket, ...]:
-    """Leaves in the order in which their gradients become ready, joined while dtype, device and reduction agree."""
-    open_buckets: dict[object, tuple[list[int], int]] = {}
-    done: list[tuple[object, list[int]]] = []
-    for leaf in regions.leaves:
+    """Leaves joined while part, stage, dtype, device and reduction agree.
+
+    In the order in which their gradients become ready; or by name, which is the same order on ranks whose steps took
+    different branches.
+    """
+    leaves = list(regions.leaves)
+    if by_name:
+        leaves.sort(key=lambda leaf: capture.step.leaves[leaf].name)
+    open_buckets: dict[tuple[Any, ...], tuple[list[int], int]] = {}
+    done: list[tuple[tuple[Any, ...], list[int]]] = []
+    for leaf in leaves:
         parameter = capture.step.leaves[leaf].parameter
         reduction = _reduction(capture, regions, setting, leaf)
-        dtype = options.reduce_dtype or accumulator_dtype(parameter, options)
+        dtype = setting.wire_dtype or accumulator_dtype(parameter, options)
         size = parameter.numel() * dtype.itemsize
-        key = (reduction, accumulator_dtype(parameter, options), parameter.device)
-        leaves, used = open_buckets.get(key, ([], 0))
-        if leaves and used + size > setting.bucket_bytes:
-            done.append((key, leaves))
-            leaves, used = [], 0
-        open_buckets[key] = ([*leaves, leaf], used + size)
-    done += [(key, leaves) for key, (leaves, _) in open_buckets.items()]
-    return tuple(Bucket(tuple(leaves), key[0]) for key, leaves in done)  # type: ignore[index]
+        key = (
+            reduction,
+            parts[leaf],
+            regions.stages[leaf],
+            accumulator_dtype(parameter, options),
+            parameter.device,
+        )
+        joined, used = open_buckets.get(key, ([], 0))
+        if joined and used + size > setting.bucket_bytes:
+            done.append((key, joined))
+            joined, used = [], 0
+        open_buckets[key] = ([*joined, leaf], used + size)
+    done += [(key, joined) for key, (joined, _) in open_buckets.items()]
+    # A bucket's all-reduce starts behind its last gradient: the tail program has to keep that order.
+    done.sort(key=lambda item: leaves.index(item[1][-1]))
+    return tuple(Bucket(tuple(joined), key[0], key[1]) for key, joined in done)
 
 
 def _reduction(capture: Capture, regions: Regions, setting: Setting, leaf: int) -> Reduction:
@@ -104,13 +193,8 @@ def accumulator_dtype(parameter: torch.Tensor, options: Options) -> torch.dtype:
 
 def layout_fingerprint(capture: Capture, buckets: tuple[Bucket, ...]) -> int:
     """A number that is equal on two ranks exactly when their buckets hold the same parameters in the same order."""
+    leaves = capture.step.leaves
     text = repr(
-        [
-            [
-                (capture.step.leaves[i].name, tuple(capture.step.leaves[i].parameter.shape))
-                for i in b.leaves
-            ]
-            for b in buckets
-        ]
+        [[(leaves[i].name, tuple(leaves[i].parameter.shape)) for i in b.leaves] for b in buckets]
     )
-    return zlib.crc32(text.encode())
+    return zlib.crc32(text.encode()) or 1  # 0 stands for gradients that no one layout covers

@@ -22,6 +22,7 @@ class Kind(Enum):
     BUFFER = "buffer"
     DATA = "data"
     ACCUMULATOR = "accumulator"
+    WEIGHT = "weight"
     STATE = "state"
     SCALAR = "scalar"
 
@@ -30,8 +31,8 @@ class Kind(Enum):
 class Slot:
     """One input: its kind, a name for people, and the key that the runtime binds it by.
 
-    key: position in the step's flat arguments (parameter, buffer, data), parameter name (accumulator), position in
-    an update's state or scalars (state, scalar).
+    key: position in the step's flat arguments (parameter, buffer, data), parameter name (accumulator), number of a
+    part of the window (weight), position in an update's state or scalars (state, scalar).
     """
 
     kind: Kind
@@ -87,12 +88,15 @@ def form_of(value: Any) -> str:
 
 @dataclass(slots=True)
 class Program:
-    """One of the programs of a step. `slots` are in the order of the placeholders."""
+    """One of the programs of a step. `slots` are in the order of the placeholders.
+
+    It returns the step's outputs, then `host_values` values that the host's calls want, then new state.
+    """
 
     name: str
     module: GraphModule
     slots: tuple[Slot, ...]
-    nan_outputs: tuple[int, ...] = ()
+    host_values: int = 0
 
     def __post_init__(self) -> None:
         holders = self.module.graph.find_nodes(op="placeholder")

@@ -1,13 +1,15 @@
 """What ranks tell each other outside of the programs: where they stand, and that their copies are equal.
 
-Nothing here runs in an accumulate call.
+Nothing here runs in an accumulate call, unless that call has collectives anyway (sync_each_batch, buffers "every").
 """
 
 from __future__ import annotations
 
+import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -15,64 +17,167 @@ from torch.distributed import ProcessGroup
 
 from gradsync_fx._torch import all_gather_single
 from gradsync_fx.errors import RanksDisagreeError, ReplicaMismatchError
+from gradsync_fx.presence import someone_compiles
 
 
-BOUNDARY, FLUSH = 0, 1
+ACCUMULATE, BOUNDARY, FLUSH = 0, 1, 2
+PATIENCE = timedelta(seconds=1)  # how often a rank that waits looks whether the others still compile
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """What one rank says at a boundary. `pending` and `summed` include the call that closes the window."""
+    """What one rank says when ranks meet.
+
+    kind: of its call. runs: whether it has data for it. k: 0 where the step decides. pending: micro-steps of the window, this call included. closing:
+    the parts that the call closes, as bits. layout: of its buckets; 0 where no one layout holds the window's
+    gradients. weights: of each part's terms on this rank; where weights are known only when a micro-step has run,
+    without this call's.
+    """
 
     kind: int
+    runs: int
     k: int
     pending: int
-    summed: int
+    closing: int
     optimizer_step: int
     layout: int
     discards: int
+    weights: tuple[float, ...]
 
 
-def _device(group: ProcessGroup) -> torch.device:
-    return torch.device("cpu") if "gloo" in dist.get_backend(group) else torch.device("cuda")
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """All ranks' positions, and what follows from them; the same on every rank."""
+
+    ranks: list[Position]
+
+    @property
+    def kind(self) -> int:
+        """ACCUMULATE where calls that close nothing met (ranks that flush keep them company), else BOUNDARY."""
+        return ACCUMULATE if any(p.kind == ACCUMULATE for p in self.ranks) else BOUNDARY
+
+    @property
+    def over(self) -> bool:
+        """Whether every rank's data has ended."""
+        return all(p.kind == FLUSH for p in self.ranks)
+
+    @property
+    def someone_runs(self) -> bool:
+        return any(p.runs for p in self.ranks)
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all ranks have the same gradients to reduce, in the same order."""
+        return len({p.layout for p in self.ranks}) == 1 and self.ranks[0].layout != 0
+
+    @property
+    def closing(self) -> frozenset[int]:
+        """The parts that the calls close; all parts where every rank flushes."""
+        bits = next((p.closing for p in self.ranks if p.kind != FLUSH), -1)
+        return frozenset(i for i in range(len(self.ranks[0].weights)) if bits >> i & 1)
+
+    @property
+    def pending(self) -> int:
+        return max(p.pending for p in self.ranks)
 
 
-def _gather(group: ProcessGroup, values: Sequence[int]) -> list[list[int]]:
-    mine = torch.tensor(values, dtype=torch.int64, device=_device(group))
-    world = dist.get_world_size(group)
-    everyone = torch.empty(world * len(values), dtype=torch.int64, device=mine.device)
-    all_gather_single(everyone, mine, group=group)
-    return everyone.view(world, len(values)).tolist()
+@dataclass(frozen=True, slots=True)
+class Line:
+    """How one rank reaches the others: the group (None: it is alone), and how long it waits for them."""
+
+    group: ProcessGroup | None
+    timeout: float | None
+
+    def gather(self, values: Sequence[float], *, where: str = "") -> list[list[float]]:
+        """Every rank's numbers, in rank order. float64: integers are exact up to 2**53."""
+        if self.group is None:
+            return [list(values)]
+        mine = torch.tensor(values, dtype=torch.float64, device=_device(self.group))
+        world = dist.get_world_size(self.group)
+        everyone = torch.empty(world * len(values), dtype=torch.float64, device=mine.device)
+        work = all_gather_single(everyone, mine, group=self.group, async_op=True)
+        self._wait(work, where)
+        return everyone.view(world, len(values)).tolist()
+
+    def _wait(self, work: dist.Work, where: str) -> None:
+        if self.timeout is None:
+            work.wait()
+            return
+        end = time.monotonic() + self.timeout
+        while True:
+            left = timedelta(seconds=end - time.monotonic())
+            try:
+                work.wait(min(max(left, timedelta(milliseconds=1)), PATIENCE))
+                return
+            except RuntimeError as failure:
+                if work.is_completed() and not work.is_success():
+                    raise _gone(self.timeout, where, "a rank broke the connection") from failure
+                if someone_compiles():
+                    end = time.monotonic() + self.timeout
+                elif time.monotonic() >= end:
+                    raise _gone(self.timeout, where, "not all of them came") from failure
+
+    def names(self, mine: Sequence[str]) -> list[str]:
+        """All names of all ranks, sorted."""
+        if self.group is None:
+            return sorted(set(mine))
+        text = "\0".join(mine).encode()
+        longest = int(max(row[0] for row in self.gather([len(text)])))
+        rows = self.gather([*text, *([-1] * (longest - len(text)))])
+        found = {
+            name
+            for row in rows
+            for name in bytes(int(b) for b in row if b >= 0).decode().split("\0")
+        }
+        return sorted(found - {""})
+
+    def meet(self, mine: Position) -> Meeting:
+        """Every rank's position. Raises `RanksDisagreeError`, on every rank, when windows differ."""
+        fixed = [mine.kind, mine.runs, mine.k, mine.pending, mine.closing, mine.optimizer_step]
+        numbers = [*fixed, mine.layout, mine.discards, *mine.weights]
+        where = f"this rank is at micro-step {mine.pending}/{mine.k or '?'} of update {mine.optimizer_step + 1}"
+        rows = self.gather(numbers, where=where)
+        everyone = [Position(*(int(v) for v in row[:8]), tuple(row[8:])) for row in rows]
+        if self.group is not None:
+            _check(everyone)
+        return Meeting(everyone)
 
 
-def exchange(group: ProcessGroup | None, mine: Position) -> list[Position]:
-    """Every rank's position, in rank order. Raises `RanksDisagreeError`, on every rank, when windows differ."""
-    if group is None:
-        return [mine]
-    numbers = [
-        mine.kind,
-        mine.k,
-        mine.pending,
-        mine.summed,
-        mine.optimizer_step,
-        mine.layout,
-        mine.discards,
-    ]
-    everyone = [Position(*row) for row in _gather(group, numbers)]
-    steppers = [(r, p) for r, p in enumerate(everyone) if p.kind == BOUNDARY]
-    if len({(p.k, p.pending) for _, p in steppers}) > 1:
-        raise _disagree(everyone, "the window", lambda p: f"micro-step {p.pending}/{p.k}")
+def _check(everyone: list[Position]) -> None:
+    calls = [p for p in everyone if p.kind != FLUSH]
+    counted = [p for p in calls if p.k]
+    if len({p.k for p in calls}) > 1 or len({p.pending for p in counted}) > 1:
+        raise _disagree(everyone, "the window", lambda p: f"micro-step {p.pending}/{p.k or '?'}")
+    if len({(p.kind, p.closing) for p in calls}) > 1:
+        raise _disagree(everyone, "the window", lambda p: CALLS[p.kind])
     if len({p.discards for p in everyone}) > 1:
         raise _disagree(everyone, "the windows", lambda p: f"{p.discards} discarded windows")
-    if len({p.layout for p in everyone}) > 1:
-        raise _disagree(everyone, "the gradients", lambda p: f"bucket layout {p.layout:#x}")
     if len({p.optimizer_step for p in everyone}) > 1:
         raise _disagree(everyone, "the updates", lambda p: f"update {p.optimizer_step}")
-    return everyone
 
 
-def _disagree(everyone: list[Position], what: str, show: object) -> RanksDisagreeError:
-    assert callable(show)
+CALLS = {ACCUMULATE: "an accumulate call", BOUNDARY: "a boundary", FLUSH: "a flush"}
+
+
+def check_same_layout(meeting: Meeting) -> None:
+    """For calls that reduce in every micro-step. Raises `RanksDisagreeError` when ranks have other gradients."""
+    if len({p.layout for p in meeting.ranks}) > 1:
+        raise _disagree(meeting.ranks, "the gradients", lambda p: f"bucket layout {p.layout:#x}")
+
+
+def _gone(timeout: float, where: str, seen: str) -> RanksDisagreeError:
+    return RanksDisagreeError(
+        "the other ranks",
+        seen=f"{seen} within {timeout:g} s, and none was compiling; {where}",
+        wanted="all ranks at the boundary within rank_timeout",
+        fix="see whether a rank raised, ended, or made fewer calls (step.flush() is for a rank whose data ended); the "
+        "process group cannot be used further: restart from the last saved state",
+    )
+
+
+def _disagree(
+    everyone: list[Position], what: str, show: Callable[[Position], str]
+) -> RanksDisagreeError:
     texts = [show(p) for p in everyone]
     common = max(texts, key=texts.count)  # rank 0's on a tie, on every rank alike
     odd = [r for r, t in enumerate(texts) if t != common] or [0]
@@ -87,13 +192,28 @@ def _disagree(everyone: list[Position], what: str, show: object) -> RanksDisagre
     )
 
 
-def check_replicas(group: ProcessGroup, tensors: dict[str, torch.Tensor]) -> None:
+def _device(group: ProcessGroup) -> torch.device:
+    return torch.device("cpu") if "gloo" in dist.get_backend(group) else torch.device("cuda")
+
+
+FIRST = "this rank is at its first call"
+
+
+def check_replicas(line: Line, tensors: dict[str, torch.Tensor]) -> None:
     """Raises `ReplicaMismatchError` naming the first parameter whose bytes differ between ranks."""
+    counts = [int(row[0]) for row in line.gather([len(tensors)], where=FIRST)]
+    if len(set(counts)) > 1:
+        raise ReplicaMismatchError(
+            "the model",
+            seen=", ".join(f"rank {r} has {n} parameters" for r, n in enumerate(counts)),
+            wanted="equal copies of the model on all ranks",
+            fix="build the same model on every rank",
+        )
     sums = [_checksum(t) for t in tensors.values()]
-    rows = _gather(group, [len(sums), *sums])
+    rows = line.gather(sums, where=FIRST)
     for i, name in enumerate(tensors):
         for rank, row in enumerate(rows):
-            if row[i + 1] != rows[0][i + 1]:
+            if row[i] != rows[0][i]:
                 raise ReplicaMismatchError(
                     f"parameter {name!r}",
                     seen=f"rank {rank} starts with other values than rank 0",

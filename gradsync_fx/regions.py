@@ -6,6 +6,12 @@ beyond            nodes that depend on a gradient: clipping, norms, hand-written
 writes            to a parameter: boundary. To a buffer or to another tensor: every call, unless the value depends
                   on a gradient or on the update; then boundary. (A buffer fed by data through updated parameters, as
                   batch statistics in a GAN step, is written on every call, computed from the parameters as they are.)
+outputs           likewise: what depends on a gradient, or on the update alone, is the boundary's
+tail              an update without a micro-step reads the user's own tensors (tail_data: an average of the weights, its
+                  decay), and gives those outputs of the boundary that read none (tail_outputs: a clipped norm)
+stages            how many updates of the same call a leaf's gradient lies behind (a generator's, behind that of its
+                  discriminator): leaves of two stages cannot share an all-reduce
+sources           what a write or an output of the boundary depends on first: gradients and updates
 
 Nothing here reads a node's name or metadata; those serve messages only.
 """
@@ -20,9 +26,9 @@ import torch
 from torch.fx import Graph, Node
 
 from gradsync_fx import ops
-from gradsync_fx.errors import ReadBeforeBoundaryError
+from gradsync_fx.errors import CaptureError, ReadBeforeBoundaryError
 from gradsync_fx.ops import argument
-from gradsync_fx.program import Kind, Step, output_values, writes
+from gradsync_fx.program import Kind, Slot, Step, output_values, writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +48,12 @@ class Regions:
     partial: frozenset[Node]
     updates: tuple[Node, ...]
     beyond: frozenset[Node]
-    boundary_writes: frozenset[Node]
-    boundary_outputs: tuple[int, ...]
+    boundary_writes: dict[Node, frozenset[Node]]
+    boundary_outputs: dict[int, frozenset[Node]]
+    update_sources: dict[Node, frozenset[Node]]
+    stages: dict[int, int]
+    tail_data: tuple[int, ...]
+    tail_outputs: tuple[int, ...]
     hand: dict[int, HandSync]
     hand_flat: frozenset[int]
 
@@ -98,36 +108,113 @@ def find_regions(step: Step) -> Regions:
     plain = flow.copy()
     plain.remove_nodes_from(updates)
     reads_gradient = _downstream(plain, cuts)
-    data = [
-        holder
-        for holder, slot in zip(graph.find_nodes(op="placeholder"), step.slots, strict=True)
-        if slot.kind is Kind.DATA
-    ]
-    from_data = _downstream(flow, data)
-
     kinds = dict(zip(graph.find_nodes(op="placeholder"), step.slots, strict=True))
-    boundary: set[Node] = set()
-    for write in effects:
-        target = kinds[argument(write, 0)]
-        value = write.args[1]
-        each_call = target.kind is Kind.BUFFER and value in from_data
-        depends = value in reads_gradient or (value in after_update and not each_call)
-        if target.kind is Kind.PARAMETER or depends:
-            boundary.add(write)
-    outputs = tuple(
-        i for i, n in enumerate(output_values(step.module)) if n in beyond or n in after_update
+    kept = {argument(write, 0) for write in effects}
+    plain.remove_nodes_from(cuts)
+    from_data = _downstream(
+        plain, [h for h, slot in kinds.items() if slot.kind is Kind.DATA and h not in kept]
     )
+    stops = frozenset(cuts) | frozenset(updates)
+
+    boundary: dict[Node, frozenset[Node]] = {}
+    for write in effects:
+        kind, value = kinds[argument(write, 0)].kind, argument(write, 1)
+        each_call = kind is Kind.BUFFER and value in from_data
+        depends = value in reads_gradient or (value in after_update and not each_call)
+        if kind is Kind.PARAMETER or depends:
+            boundary[write] = _nearest(value, stops)
+    results = output_values(step.module)
+    outputs = {
+        i: _nearest(n, stops)
+        for i, n in enumerate(results)
+        if n in reads_gradient or (n in after_update and n not in from_data)
+        if n.target is not ops.NOTE
+    }
+    sources = {
+        u: frozenset[Node]().union(*(_nearest(g, stops) for g in argument(u, 3))) for u in updates
+    }
     hand, hand_flat = _hand_written(gradients, flow)
     return Regions(
         gradients=gradients,
         partial=partial,
         updates=updates,
         beyond=frozenset(beyond | after_update),
-        boundary_writes=frozenset(boundary),
+        boundary_writes=boundary,
         boundary_outputs=outputs,
+        update_sources=sources,
+        stages=_stages(gradients, sources, order, stops),
+        tail_data=_data_read([*boundary, *updates], frozenset(cuts), kinds),
+        tail_outputs=tuple(
+            i for i in outputs if not _data_read([results[i]], frozenset(cuts), kinds)
+        ),
         hand=hand,
         hand_flat=hand_flat,
     )
+
+
+def _nearest(value: object, stops: frozenset[Node]) -> frozenset[Node]:
+    """The nodes of `stops` that a value depends on, seen from the value; what lies behind them does not count."""
+    found, seen, stack = set(), set(), [value] if isinstance(value, Node) else []
+    while stack:
+        node = stack.pop()
+        if node in stops:
+            found.add(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+    return frozenset(found)
+
+
+def _stages(
+    gradients: dict[int, tuple[Node, ...]],
+    sources: dict[Node, frozenset[Node]],
+    order: dict[Node, int],
+    stops: frozenset[Node],
+) -> dict[int, int]:
+    stage: dict[Node, int] = {}
+    for node in sorted(stops, key=order.__getitem__):
+        if node in sources:
+            stage[node] = max((stage[s] for s in sources[node]), default=0)
+        else:
+            behind = [s for s in _nearest(argument(node, 0), stops) if s in sources]
+            stage[node] = max((stage[s] + 1 for s in behind), default=0)
+    return {leaf: stage[markers[0]] for leaf, markers in gradients.items()}
+
+
+def _data_read(
+    values: list[Node], cuts: frozenset[Node], kinds: dict[Node, Slot]
+) -> tuple[int, ...]:
+    """Positions of the user's own tensors that values depend on other than through gradients."""
+    stack, seen = list(values), set[Node]()
+    while stack:
+        node = stack.pop()
+        if node not in seen and node not in cuts:
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+    return tuple(s.key for holder, s in kinds.items() if holder in seen and s.kind is Kind.DATA)
+
+
+def check_no_feedback(step: Step, regions: Regions) -> None:
+    """Raises `CaptureError` where a loss or a gradient depends on an update of the same call.
+
+    Then whether the micro-step is finite is known only after an update that would have had to know it.
+    """
+    stops = {m for markers in regions.gradients.values() for m in markers} | set(regions.updates)
+    graph = step.module.graph
+    losses = [
+        argument(n, 1)
+        for n in graph.find_nodes(op="call_function", target=ops.NOTE)
+        if n.args[2] == ops.Role.LOSS
+    ]
+    cuts = [argument(m, 0) for markers in regions.gradients.values() for m in markers]
+    for value in [*losses, *cuts]:
+        if _nearest(value, frozenset(stops)):
+            raise CaptureError(
+                f"skip_nonfinite, at {ops.user_line(value)}",
+                seen="a loss that depends on an update made earlier in the same call",
+                wanted="one update, after all losses of the step",
+                fix="make a step of each part, or leave skip_nonfinite out",
+            )
 
 
 def _feeds_only_next_marker(marker: Node, needed: set[Node]) -> bool:

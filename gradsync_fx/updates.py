@@ -16,10 +16,12 @@ from gradsync_fx.optimizer_trace import Update, trace_update
 
 
 class Binding:
-    """One `optimizer.step()` of a step: the parameters at positions `which` of one optimizer."""
+    """One `optimizer.step()` of a step: the parameters at positions `which` of one optimizer, and the window's part."""
 
-    def __init__(self, optimizer: Optimizer, which: tuple[int, ...], decompositions: Any) -> None:
-        self.optimizer, self.which = optimizer, which
+    def __init__(
+        self, optimizer: Optimizer, which: tuple[int, ...], decompositions: Any, part: int
+    ) -> None:
+        self.optimizer, self.which, self.part = optimizer, which, part
         self._decompositions = decompositions
         self._early: dict[int, State] = initial_state(optimizer, list(which)) or {}
         self._traces: list[Update] = []

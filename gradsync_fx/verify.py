@@ -24,28 +24,31 @@ def verify(program: Program, plan: Plan) -> None:
         zip(program.module.graph.find_nodes(op="placeholder"), program.slots, strict=True)
     )
     for node in nodes:
-        if node.target in (ops.LEAF_GRAD, ops.UPDATE):
+        if node.target in (ops.LEAF_GRAD, ops.UPDATE, ops.NOTE):
             raise _broken(program, node, "a marker is left over")
         if ops.is_collective(node) and any(
             u.target is not ops.WAIT and not _unpacks(u) for u in node.users
         ):
             raise _broken(program, node, "its result is read without a wait")
     written = [slot_of[argument(w, 0)] for w in writes(program.module)]
-    inserted = sum(1 for b in plan.buckets if b.reduction.group is not None)
+    inserted = sum(
+        1
+        for b in plan.buckets
+        if b.reduction.group is not None and (b.part in plan.closing or plan.sync_each_batch)
+    )
     stays = sum(
         1
         for n in plan.step.module.graph.nodes
         if ops.is_collective(n) and n not in plan.regions.beyond
     )
     found = sum(1 for n in nodes if ops.is_collective(n))
-    if program.name == "accumulate":
-        _check_accumulate(program, written, found, stays + plan.sync_each_batch * inserted)
-        return
-    missing = set(plan.accumulators) - {s.key for s in written if s.kind is Kind.ACCUMULATOR}
-    wanted = {plan.step.leaves[leaf].name for leaf in plan.regions.leaves}
-    if missing & wanted:
+    if not plan.closing:
+        _check_accumulate(program, written, found, stays + inserted + bool(plan.weighing and inserted))
+    wanted = {plan.step.leaves[leaf].name for b in plan.closing_buckets() for leaf in b.leaves}
+    missing = wanted - {s.key for s in written if s.kind is Kind.ACCUMULATOR}
+    if missing:
         raise VerificationError(
-            f"{program.name} program", seen=f"accumulators not reset: {sorted(missing & wanted)}"
+            f"{program.name} program", seen=f"accumulators not reset: {sorted(missing)}"
         )
 
 

@@ -2,36 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
-class WindowState:
-    """Where a rank stands. 1-based: call n closes a window when `pending` reaches k with it.
+class Part:
+    """Micro-steps that one part of the window has pending (skipped ones too), and those that added something."""
 
-    micro_step: calls so far. optimizer_step: updates so far. pending: micro-steps in the open window, skipped ones
-    included. summed: those among them that added something.
+    pending: int = 0
+    summed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WindowState:
+    """Where a rank stands. 1-based: call n closes a part when its `pending` reaches k with it.
+
+    micro_step: calls so far. optimizer_step: updates so far. parts: one, or one for each optimizer with its own k.
     """
 
     micro_step: int = 0
     optimizer_step: int = 0
-    pending: int = 0
-    summed: int = 0
+    parts: tuple[Part, ...] = (Part(),)
 
-    def closes(self, k: int) -> bool:
-        """Whether the next call is the boundary of a window of k micro-steps."""
-        return self.pending + 1 >= k
+    @classmethod
+    def fresh(cls, parts: int) -> WindowState:
+        """A window in which nothing has happened."""
+        return cls(parts=(Part(),) * parts)
 
-    def accumulated(self) -> WindowState:
-        """After a call that added its gradient to the open window."""
-        return replace(
-            self, micro_step=self.micro_step + 1, pending=self.pending + 1, summed=self.summed + 1
+    @property
+    def pending(self) -> int:
+        """Micro-steps in the open window: of the part that has most."""
+        return max(p.pending for p in self.parts)
+
+    def closing(self, steps: Collection[int]) -> frozenset[int]:
+        """The parts that the next call closes, with windows of `steps` micro-steps."""
+        return frozenset(
+            i for i, (p, k) in enumerate(zip(self.parts, steps, strict=True)) if p.pending + 1 >= k
         )
 
-    def skipped(self) -> WindowState:
-        """After a slot without data."""
-        return replace(self, micro_step=self.micro_step + 1, pending=self.pending + 1)
+    def called(self, *, summed: bool) -> WindowState:
+        """After a call, or (with summed=False) after a slot without data."""
+        return replace(
+            self,
+            micro_step=self.micro_step + 1,
+            parts=tuple(Part(p.pending + 1, p.summed + summed) for p in self.parts),
+        )
 
-    def closed(self, *, updated: bool) -> WindowState:
-        """After the window ended; `updated` tells whether the optimizer stepped."""
-        return replace(self, optimizer_step=self.optimizer_step + updated, pending=0, summed=0)
+    def closed(self, parts: Collection[int], *, updated: bool) -> WindowState:
+        """After these parts ended; `updated` tells whether an optimizer stepped."""
+        return replace(
+            self,
+            optimizer_step=self.optimizer_step + updated,
+            parts=tuple(Part() if i in parts else p for i, p in enumerate(self.parts)),
+        )

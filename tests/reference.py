@@ -33,6 +33,9 @@ class Run:
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         self.updates.append({name: t.clone() for name, t in inner.state_dict().items()})
 
+    def __add__(self, later: Run) -> Run:
+        return Run(self.losses + later.losses, self.updates + later.updates)
+
 
 def mse(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return nn.functional.mse_loss(model(x), y)
@@ -48,6 +51,22 @@ def regression(windows: int, k: int, *, seed: int = 0, batch: int = 4) -> list[W
         ]
         for _ in range(windows)
     ]
+
+
+def images(windows: int, k: int, *, seed: int = 3) -> list[Window]:
+    """Random images and classes for a `Convnet`; another seed for each rank."""
+    source = torch.Generator().manual_seed(seed)
+    return [
+        [
+            (torch.randn(4, 1, 8, 8, generator=source), torch.randint(10, (4,), generator=source))
+            for _ in range(k)
+        ]
+        for _ in range(windows)
+    ]
+
+
+def classification(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(x), y)
 
 
 def accumulation(
@@ -125,3 +144,18 @@ def assert_same_tensors(ours: Run, theirs: Run, *, atol: float) -> None:
         for name, tensor in mine.items():
             say = f"{name} after update {i}: {{}}".format
             torch.testing.assert_close(tensor, other[name], atol=atol, rtol=0, msg=say)
+
+
+def assert_bitwise(first: Run, second: Run) -> None:
+    """Tensors are equal after every update, to the last bit."""
+    assert len(first.updates) == len(second.updates) > 0
+    for i, (mine, other) in enumerate(zip(first.updates, second.updates, strict=True)):
+        for name, tensor in mine.items():
+            assert torch.equal(tensor, other[name]), f"{name} after update {i}"
+
+
+def assert_same_parameters(ours: nn.Module, theirs: nn.Module, *, atol: float = 1e-6) -> None:
+    """For a step that `drive` cannot call: parameters agree within `atol` at the end of the run."""
+    names = [name for name, _ in ours.named_parameters()]
+    for name, mine, other in zip(names, ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, atol=atol, rtol=0, msg=f"{name}: {{}}".format)

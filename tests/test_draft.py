@@ -6,14 +6,15 @@ import torch
 from torch import nn
 
 from gradsync_fx.program import Kind
-from tests.loops import batches, optimized, plain_step
+from tests.drive import plain_step, quick
+from tests.reference import regression
 
 
 def test_the_tail_of_a_model_with_dropout_needs_no_data() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    run = optimized(plain_step, 3)
-    run(model, optimizer, *batches(1)[0])
+    run = quick(plain_step, 3)
+    run(model, optimizer, *regression(1, 1)[0][0])
     start = model[0].weight.detach().clone()
     run.flush()
     assert run.sync_gradients

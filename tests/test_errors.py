@@ -1,8 +1,11 @@
-"""Refusals and warnings of a running step, as a user causes them: the culprit's name, and the way out."""
+"""A step that cannot be optimized is refused by name: the culprit, what was seen, and the way out.
+
+Arguments, what stands in the step, and its optimizers. What goes wrong later, between the calls of a window that has
+begun, is in test_window_errors; ranks that disagree are in test_ranks_disagreement.
+"""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,34 +16,30 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import gradsync_fx
+from gradsync_fx import _torch
 from gradsync_fx.draft import Draft
 from gradsync_fx.errors import VerificationError
+from gradsync_fx.observed import observed
 from gradsync_fx.verify import verify
 from tests.drive import plain_step, quick
 from tests.models import mlp
+from tests.optimizers import sgd
 from tests.reference import mse
+from tests.refusals import refused
 
 
 X, Y = torch.ones(4, 8), torch.ones(4, 1)
 
 
-def sgd(model: nn.Module) -> Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
+def arguments() -> tuple[nn.Module, Optimizer, Tensor, Tensor]:
+    """A call's: model, optimizer, and a batch."""
+    model = mlp()
+    return model, sgd(model), X, Y
 
 
-def refused(kind: type[gradsync_fx.GradSyncError], call: Callable[..., Any], *args: Any) -> Any:
-    """The error, after a look at its form: all four parts, and the text made of them."""
-    with pytest.raises(kind) as caught:
-        call(*args)
-    error = caught.value
-    assert type(error) is kind
-    assert error.culprit
-    assert error.seen
-    assert error.fix
-    assert error.culprit in str(error)
-    assert error.seen in str(error)
-    assert error.fix in str(error)
-    return error
+def line(step: Callable[..., Any], below: int) -> str:
+    """A place in this file as errors name it."""
+    return f"test_errors.py:{step.__code__.co_firstlineno + below}"
 
 
 def test_every_error_is_a_gradsync_error() -> None:
@@ -50,65 +49,83 @@ def test_every_error_is_a_gradsync_error() -> None:
     assert issubclass(gradsync_fx.GradSyncWarning, UserWarning)
 
 
-def test_an_optimizer_whose_update_depends_on_values() -> None:
-    class Picky(Optimizer):
-        def __init__(self, params: Any) -> None:
-            super().__init__(params, {})
+# Arguments of optimize
 
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            for p in self.param_groups[0]["params"]:
-                if p.grad is not None and p.grad.sum() > 0:
-                    p.sub_(p.grad)
 
-    model = mlp()
+@pytest.mark.parametrize("k", [0, -1, 1.5, True, "4"])
+def test_window_lengths(k: Any) -> None:
     error = refused(
-        gradsync_fx.UpdateError, quick(plain_step, 1), model, Picky(model.parameters()), X, Y
+        gradsync_fx.OptionError, "gradient_accumulation_steps", lambda: quick(plain_step, k)
     )
-    assert "Picky" in error.culprit
+    assert repr(k) in error.seen
 
 
-def test_an_optimizer_with_pre_hooks() -> None:
-    model = mlp()
-    optimizer = sgd(model)
-    optimizer.register_step_pre_hook(lambda *_: None)
-    error = refused(gradsync_fx.UpdateError, quick(plain_step, 2), model, optimizer, X, Y)
-    assert "SGD" in error.culprit
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("reduction", "max"),
+        ("broadcast_buffers", True),
+        ("bucket_cap_mb", 0),
+        ("reduce_dtype", torch.int8),
+    ],
+)
+def test_values(name: str, value: Any) -> None:
+    refused(gradsync_fx.OptionError, name, lambda: quick(plain_step, 2, **{name: value}))
 
 
-def test_another_optimizer_object() -> None:
-    model = mlp()
-    step = quick(plain_step, 2)
-    step(model, sgd(model), X, Y)
-    error = refused(gradsync_fx.WindowError, step, model, sgd(model), X, Y)
-    assert "optimizer SGD" in error.culprit
+def test_unknown_arguments_list_the_legal_ones() -> None:
+    error = refused(
+        gradsync_fx.OptionError, "bucket_cap", lambda: quick(plain_step, 2, bucket_cap=1)
+    )
+    assert "bucket_cap_mb" in error.fix
+    assert "reduce_dtype" in error.wanted
 
 
-def test_an_optimizer_inside_backward() -> None:
-    model = mlp()
-    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
+def test_versions_of_torch_outside_the_tested_range() -> None:
+    error = refused(gradsync_fx.VersionError, "torch", _torch.check_version, (2, 4))
+    assert "2.4 is installed" in error.seen
+    _torch.check_version((2, 13))
 
-    def step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+
+# What stands in the step
+
+
+def test_no_optimizer() -> None:
+    def step(model: nn.Module, x: Tensor, y: Tensor) -> None:
+        mse(model, x, y).backward()
+
+    error = refused(gradsync_fx.NoOptimizerError, "the step", quick(step, 2), mlp(), X, Y)
+    assert "optimizer.step()" in error.fix
+
+
+def test_no_gradient() -> None:
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
         loss = mse(model, x, y)
-        loss.backward()
-        return loss
+        optimizer.step()
+        return loss.detach()
 
-    error = refused(gradsync_fx.CaptureError, quick(step, 2), model, X, Y)
-    assert "'0.weight'" in error.culprit
+    refused(gradsync_fx.NoGradientError, "the step", quick(step, 2), *arguments())
 
 
-def test_a_print_in_the_step() -> None:
+def test_a_print() -> None:
     def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> None:
         loss = mse(model, x, y)
         print(loss.item())
         loss.backward()
         optimizer.step()
 
-    model = mlp()
-    error = refused(gradsync_fx.CaptureError, quick(step, 2), model, sgd(model), X, Y)
-    assert f"test_errors.py:{step.__code__.co_firstlineno + 2}" in error.culprit
+    refused(gradsync_fx.CaptureError, line(step, 2), quick(step, 2), *arguments())
+
+
+def test_a_condition_on_the_loss() -> None:
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> None:
+        loss = mse(model, x, y)
+        if loss > 1e9:
+            loss = loss * 2
+        loss.backward()
+        optimizer.step()
+
+    refused(gradsync_fx.CaptureError, line(step, 2), quick(step, 2), *arguments())
 
 
 def test_sparse_gradients() -> None:
@@ -127,112 +144,39 @@ def test_sparse_gradients() -> None:
         return loss
 
     model = Words()
-    error = refused(gradsync_fx.CaptureError, quick(step, 2), model, sgd(model), torch.arange(3))
+    error = refused(
+        gradsync_fx.CaptureError, "", quick(step, 2), model, sgd(model), torch.arange(3)
+    )
     assert "sparse" in str(error)
 
 
-def test_requires_grad_changed_inside_a_window() -> None:
-    model = mlp()
-    optimizer = sgd(model)
-    step = quick(plain_step, 4)
-    step(model, optimizer, X, Y)
-    step(model, optimizer, X, Y)
-    model[0].weight.requires_grad_(False)
-    error = refused(gradsync_fx.WindowError, step, model, optimizer, X, Y)
-    assert "'0.weight'" in str(error)
-
-
-def test_requires_grad_changed_at_a_boundary_is_captured_anew() -> None:
-    model = mlp()
-    optimizer = sgd(model)
+def test_a_gradient_hook() -> None:
+    model, *others = arguments()
+    next(model.parameters()).register_hook(lambda g: g * 2)
     step = quick(plain_step, 2)
-    for _ in range(2):
-        step(model, optimizer, X, Y)
-    model[0].weight.requires_grad_(False)
-    frozen, moving = model[0].weight.clone(), model[2].weight.detach().clone()
-    for _ in range(2):
-        step(model, optimizer, X, Y)
-    assert torch.equal(model[0].weight, frozen)
-    assert not torch.equal(model[2].weight, moving)
+    refused(gradsync_fx.CaptureError, "hook on '0.weight'", step, model, *others)
 
 
-def test_a_gradient_of_the_users_is_dropped_with_a_warning() -> None:
-    model = mlp()
-    optimizer = sgd(model)
-    step = quick(plain_step, 2)
-    step(model, optimizer, X, Y)
-    model[0].weight.grad = torch.full_like(model[0].weight, 100.0)
-    before = step.gradients()["0.weight"].clone()
-    with pytest.warns(gradsync_fx.GradSyncWarning, match=r"'0\.weight'"):
-        step(model, optimizer, X, Y)
-    assert model[0].weight.grad is None
-    assert model[0].weight.abs().max() < 50
-    assert before.abs().max() < 50
+def test_sharpness_aware_steps() -> None:
+    """They read a gradient before the boundary: moves are made of it, and the second backward sees them."""
 
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> None:
+        mse(model, x, y).backward()
+        with torch.no_grad():
+            moved = [p.grad * 0.01 for p in model.parameters()]
+            for p, m in zip(model.parameters(), moved, strict=True):
+                p.add_(m)
+        optimizer.zero_grad()
+        mse(model, x, y).backward()
+        with torch.no_grad():
+            for p, m in zip(model.parameters(), moved, strict=True):
+                p.sub_(m)
+        optimizer.step()
+        optimizer.zero_grad()
 
-def test_a_gradient_left_before_the_first_call_is_dropped_with_a_warning() -> None:
-    model, other = mlp(), mlp()
-    other.load_state_dict(model.state_dict())
-    mse(model, X, Y).backward()
-    step = quick(plain_step, 1)
-    with pytest.warns(gradsync_fx.GradSyncWarning, match="dropped"):
-        step(model, sgd(model), X, Y)
-    plain_step(other, sgd(other), X, Y)
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
-
-
-def test_a_window_without_a_term_makes_no_update_and_warns() -> None:
-    model = mlp()
-    step = quick(plain_step, 2)
-    step.prepare(model, sgd(model), X, Y)
-    start = model[0].weight.detach().clone()
-    step.skip()
-    with pytest.warns(gradsync_fx.GradSyncWarning, match="no update"):
-        step.skip()
-    assert torch.equal(model[0].weight, start)
-    assert (step.micro_step, step.optimizer_step, step.pending) == (2, 0, 0)
-    assert not step.sync_gradients
-
-
-def test_an_ordinary_run_warns_of_nothing() -> None:
-    model = mlp()
-    optimizer = sgd(model)
-    step = quick(plain_step, 2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(4):
-            step(model, optimizer, X, Y)
-        step(model, optimizer, X, Y)
-        step.flush()
-
-
-def test_an_error_in_the_step_leaves_the_window_as_it_was() -> None:
-    """A batch of a wrong width is refused; the next right one goes on."""
-    model = mlp()
-    optimizer = sgd(model)
-    step = quick(plain_step, 3)
-    step(model, optimizer, X, Y)
-    sums = {name: t.clone() for name, t in step.gradients().items()}
-    with pytest.raises(Exception, match=r"(?s)."):
-        step(model, optimizer, torch.ones(4, 5), Y)
-    assert step.pending == 1
-    assert all(torch.equal(t, sums[name]) for name, t in step.gradients().items())
-    step(model, optimizer, X, Y)
-    step(model, optimizer, X, Y)
-    assert step.sync_gradients
-
-
-def test_a_program_that_breaks_its_specification() -> None:
-    """The whole step, with its markers, passed off as an accumulate program."""
-    model = mlp()
-    step = quick(plain_step, 2)
-    step(model, sgd(model), X, Y)
-    captured = step._executor.captures[0]
-    draft = Draft.copy_of("accumulate", captured.capture.step, captured.capture.fake_mode)
-    with pytest.raises(VerificationError, match="accumulate program") as caught:
-        verify(draft.finish(), captured.plan)
-    assert "marker" in caught.value.seen
+    kind = gradsync_fx.ReadBeforeBoundaryError
+    error = refused(kind, "synced gradient of", quick(step, 2), *arguments())
+    assert "test_errors.py:" in error.seen
 
 
 def test_a_loss_that_reads_a_reduced_gradient() -> None:
@@ -249,9 +193,84 @@ def test_a_loss_that_reads_a_reduced_gradient() -> None:
         optimizer.zero_grad()
         return loss
 
-    model = mlp()
-    error = refused(gradsync_fx.ReadBeforeBoundaryError, quick(step, 2), model, sgd(model), X, Y)
-    assert "'0.weight'" in error.culprit
+    error = refused(gradsync_fx.ReadBeforeBoundaryError, "'0.weight'", quick(step, 2), *arguments())
     assert "test_errors.py:" in error.seen
     # With k = 1 nothing is deferred, and the step runs.
-    quick(step, 1)(model, sgd(model), X, Y)
+    quick(step, 1)(*arguments())
+
+
+# Optimizers
+
+
+def test_a_parameter_of_another_model() -> None:
+    model, stranger = mlp(), sgd(mlp())
+    kind, culprit = gradsync_fx.ForeignParameterError, "parameter 0 of group 0"
+    refused(kind, culprit, quick(plain_step, 2), model, stranger, X, Y)
+
+
+def test_an_optimizer_whose_update_depends_on_values() -> None:
+    class Picky(Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for p in self.param_groups[0]["params"]:
+                if p.grad is not None and p.grad.sum() > 0:
+                    p.sub_(p.grad)
+
+    model = mlp()
+    optimizer = Picky(model.parameters())
+    refused(gradsync_fx.UpdateError, "Picky", quick(plain_step, 1), model, optimizer, X, Y)
+
+
+def test_an_optimizer_with_pre_hooks() -> None:
+    model, optimizer, *batch = arguments()
+    optimizer.register_step_pre_hook(lambda *_: None)
+    refused(gradsync_fx.UpdateError, "SGD", quick(plain_step, 2), model, optimizer, *batch)
+
+
+def test_an_optimizer_inside_backward() -> None:
+    model = mlp()
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
+
+    def step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        loss = mse(model, x, y)
+        loss.backward()
+        return loss
+
+    refused(gradsync_fx.CaptureError, "'0.weight'", quick(step, 2), model, X, Y)
+
+
+# The package itself
+
+
+def test_patches_of_torch_are_undone() -> None:
+    places = [
+        (torch.nn.parallel.DistributedDataParallel, "forward"),
+        (_torch.TensorVariable, "method_backward"),
+        (_torch.OptimizerVariable, "var_getattr"),
+        (_torch.UserDefinedObjectVariable, "var_getattr"),
+    ]
+    before = [getattr(owner, name) for owner, name in places]
+    config = _torch.dynamo_config.trace_autograd_ops
+    quick(plain_step, 2)(*arguments())
+    with pytest.raises(gradsync_fx.NoOptimizerError):
+        quick(lambda m, x, y: F.mse_loss(m(x), y).backward(), 2)(mlp(), X, Y)
+    assert [getattr(owner, name) for owner, name in places] == before
+    assert _torch.dynamo_config.trace_autograd_ops == config
+    with pytest.raises(gradsync_fx.CaptureError, match="not traced by gradsync_fx"):
+        observed()
+
+
+def test_a_program_that_breaks_its_specification() -> None:
+    """The whole step, with its markers, passed off as an accumulate program."""
+    step = quick(plain_step, 2)
+    step(*arguments())
+    captured = step._executor.captures[0]
+    draft = Draft.copy_of("accumulate", captured.capture.step, captured.capture.fake_mode)
+    with pytest.raises(VerificationError, match="accumulate program") as caught:
+        verify(draft.finish(), captured.plan)
+    assert "marker" in caught.value.seen

@@ -17,7 +17,8 @@ from gradsync_fx._torch import (
     UserDefinedObjectVariable,
     dynamo_config,
 )
-from gradsync_fx.interception import intercepting, observed
+from gradsync_fx.interception import intercepting
+from gradsync_fx.observed import observed
 from tests.drive import plain_step, quick
 from tests.models import mlp
 

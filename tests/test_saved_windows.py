@@ -10,7 +10,10 @@ import torch
 from torch import nn
 
 from gradsync_fx import StateError
-from tests.loops import Counting, batches, mlp, optimized, plain_step
+from tests.drive import plain_step, quick
+from tests.models import mlp
+from tests.optimizers import Counting
+from tests.reference import regression
 
 
 def fresh(counting: bool = False) -> tuple[nn.Module, Any, Any]:
@@ -18,13 +21,13 @@ def fresh(counting: bool = False) -> tuple[nn.Module, Any, Any]:
     model = mlp()
     make = Counting if counting else torch.optim.AdamW
     optimizer: Any = make(model.parameters())
-    return model, optimizer, optimized(plain_step, 4)
+    return model, optimizer, quick(plain_step, 4)
 
 
 @pytest.mark.parametrize("counting", [False, True])
 @pytest.mark.parametrize("stop", range(9))
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(stop: int, counting: bool) -> None:
-    data = batches(12)
+    (data,) = regression(1, 12, seed=1)
     model, optimizer, run = fresh(counting)
     for b in data:
         run(model, optimizer, *b)
@@ -60,7 +63,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(stop: int, counting: boo
 def test_prepare_compiles_and_runs_nothing() -> None:
     model, optimizer, run = fresh()
     before = [p.detach().clone() for p in model.parameters()]
-    (data,) = batches(1)
+    ((data,),) = regression(1, 1)
     run.prepare(model, optimizer, *data)
     assert (run.compile_count, run.micro_step, run.pending) == (2, 0, 0)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
@@ -73,27 +76,30 @@ def test_prepare_compiles_and_runs_nothing() -> None:
 
 def test_what_does_not_fit_is_refused_with_both_values() -> None:
     model, optimizer, run = fresh()
-    run(model, optimizer, *batches(1)[0])
+    run(model, optimizer, *regression(1, 1)[0][0])
     state = run.state_dict()
-    other = optimized(plain_step, 2)
+    other = quick(plain_step, 2)
     with pytest.raises(StateError, match="4 in the state, 2 here, with 1 pending"):
         other.load_state_dict(state)
     with pytest.raises(StateError, match="world_size: 2 in the state, 1 here"):
-        optimized(plain_step, 4).load_state_dict({**state, "world_size": 2})
+        quick(plain_step, 4).load_state_dict({**state, "world_size": 2})
     with pytest.raises(StateError, match="format"):
         run.load_state_dict({"format": 99})
     state["rank0"]["accumulators"]["0.weight"] = torch.zeros(3)
     with pytest.raises(StateError, match="shape"):
         run.load_state_dict(state)
     state["rank0"]["accumulators"] = {"elsewhere": torch.zeros(3)}
+    with pytest.raises(StateError, match="4 were saved, 1 were loaded"):
+        run.load_state_dict(state)
+    state["parameters"] = 1
     with pytest.raises(StateError, match="only one of the saved state and this step"):
         run.load_state_dict(state)
 
 
 def test_a_state_without_an_open_window_fits_another_k() -> None:
     model, optimizer, run = fresh()
-    for b in batches(4):
+    for b in regression(1, 4)[0]:
         run(model, optimizer, *b)
-    other = optimized(plain_step, 2)
+    other = quick(plain_step, 2)
     other.load_state_dict(run.state_dict())
     assert (other.micro_step, other.optimizer_step) == (4, 1)

@@ -9,6 +9,7 @@ from gradsync_fx import ops
 from gradsync_fx.captured import CapturedStep
 from gradsync_fx.errors import WindowError
 from gradsync_fx.journal import Entry
+from gradsync_fx.options import Options
 from gradsync_fx.plan import Bucket
 
 
@@ -62,7 +63,7 @@ class Report:
         return "\n".join(lines)
 
 
-def make_report(captures: Sequence[CapturedStep], k: int) -> Report:
+def make_report(captures: Sequence[CapturedStep], options: Options) -> Report:
     """The report of the latest capture. Raises `WindowError` when there is none yet."""
     if not captures:
         raise WindowError(
@@ -72,7 +73,7 @@ def make_report(captures: Sequence[CapturedStep], k: int) -> Report:
             fix="call the step, or step.prepare(...), first",
         )
     captured = captures[-1]
-    sync_each = captured.options.sync_each_batch
+    k, sync_each = max(options.steps), options.sync_each_batch
     found = tuple(
         _collective(captured, b) for b in captured.plan.buckets if b.reduction.group is not None
     )
@@ -113,7 +114,7 @@ def _collective(captured: CapturedStep, bucket: Bucket) -> Collective:
 def _regions(captured: CapturedStep) -> dict[str, int]:
     roles = {"forward": 0, "backward": 0, "gradient sync": 0, "beyond (clipping, update)": 0}
     for node in captured.capture.step.module.graph.nodes:
-        if node.op != "call_function":
+        if node.op != "call_function" or node.target is ops.NOTE:
             continue
         if node in captured.regions.beyond:
             sync = ops.is_collective(node) or node.target is ops.WAIT

@@ -1,4 +1,4 @@
-"""The three pipelines, in the order in which they run; nothing else decides what a program is."""
+"""The two pipelines, in the order in which they run; nothing else decides what a program is."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from gradsync_fx.journal import Journal
 from gradsync_fx.passes.accumulate import (
     accumulate_gradients,
     drop_boundary_effects,
+    give_host_values,
     join_partial_sums,
     leave_parameters,
 )
@@ -18,33 +19,39 @@ from gradsync_fx.passes.reduce import (
     reset_accumulators,
 )
 from gradsync_fx.passes.update import inline_updates
+from gradsync_fx.passes.weigh import weigh_terms
 from gradsync_fx.plan import Plan
 from gradsync_fx.program import Program
 from gradsync_fx.verify import verify
 
 
-PIPELINES: dict[str, list[Pass]] = {
-    "accumulate": [
-        join_partial_sums,
-        accumulate_gradients,
-        leave_parameters,
-        drop_boundary_effects,
-    ],
-    "boundary": [join_partial_sums, reduce_window, inline_updates, reset_accumulators],
-    "tail": [
-        join_partial_sums,
-        forget_micro_step,
-        reduce_sums,
-        inline_updates,
-        reset_accumulators,
-    ],
-}
+# A micro-step: the accumulate program when nothing closes, the boundary program when everything does. And the tail, an
+# update without a micro-step.
+MICRO_STEP: list[Pass] = [
+    join_partial_sums,
+    weigh_terms,
+    accumulate_gradients,
+    leave_parameters,
+    drop_boundary_effects,
+    reduce_window,
+    give_host_values,
+    inline_updates,
+    reset_accumulators,
+]
+TAIL: list[Pass] = [
+    join_partial_sums,
+    forget_micro_step,
+    leave_parameters,
+    reduce_sums,
+    inline_updates,
+    reset_accumulators,
+]
 
 
-def build(name: str, plan: Plan, fake_mode: object, journal: Journal) -> Program:
+def build(name: str, plan: Plan, fake_mode: object, journal: Journal, *, tail: bool) -> Program:
     """One program of a step, verified."""
     draft = Draft.copy_of(name, plan.step, fake_mode)
-    run_passes(draft, plan, PIPELINES[name], journal)
+    run_passes(draft, plan, TAIL if tail else MICRO_STEP, journal)
     program = draft.finish()
     verify(program, plan)
     return program

@@ -1,4 +1,4 @@
-"""Accumulate program: add each leaf's gradient to its accumulator, and leave out all that lies beyond.
+"""The parts of a window that stay open: add each leaf's term to its accumulator, leave out all that lies beyond.
 
 g -> leaf_grad -> clip -> update -> p'        becomes        acc + g -> acc'
 
@@ -8,29 +8,18 @@ The add stands right behind the node that makes the gradient, so that the gradie
 from __future__ import annotations
 
 import torch
-from torch.fx import Node
 
 from gradsync_fx.draft import Draft
-from gradsync_fx.ops import argument
-from gradsync_fx.passes.bucket import reduce_bucket
+from gradsync_fx.ops import Role, argument
 from gradsync_fx.passes.sums import accumulator, add_to_accumulator
+from gradsync_fx.passes.weigh import (
+    gradients_of,
+    reduce_all,
+    running_weight,
+    weights_of,
+    with_this_call,
+)
 from gradsync_fx.plan import Plan
-
-
-def accumulate_gradients(draft: Draft, plan: Plan) -> None:
-    """Every leaf's sum becomes a write into its accumulator. With sync_each_batch, what is added is reduced first."""
-    from_buckets: dict[int, Node] = {}
-    if plan.sync_each_batch:
-        for bucket in plan.buckets:
-            terms = [draft.of[plan.regions.gradients[leaf][0]].args[0] for leaf in bucket.leaves]
-            from_buckets.update(
-                zip(bucket.leaves, reduce_bucket(draft, plan, bucket, terms), strict=True)  # type: ignore[arg-type]
-            )
-    for leaf, (marker, *_) in plan.regions.gradients.items():
-        gradient = from_buckets.get(leaf, draft.of[marker].args[0])
-        assert isinstance(gradient, Node)
-        total = add_to_accumulator(draft, plan, leaf, gradient)
-        draft.write(accumulator(draft, plan, leaf), total)
 
 
 def join_partial_sums(draft: Draft, plan: Plan) -> None:
@@ -40,9 +29,26 @@ def join_partial_sums(draft: Draft, plan: Plan) -> None:
         copy.replace_all_uses_with(argument(copy, 0))
 
 
+def accumulate_gradients(draft: Draft, plan: Plan) -> None:
+    """Every leaf's sum becomes a write into its accumulator. With sync_each_batch, what is added is reduced first."""
+    terms = gradients_of(draft, plan, plan.open_buckets())
+    weights = weights_of(draft, plan, [b.part for b in terms])
+    if plan.sync_each_batch and terms:
+        terms, weights = reduce_all(draft, plan, terms, weights)
+    for bucket, values in terms.items():
+        for leaf, value in zip(bucket.leaves, values, strict=True):
+            total = add_to_accumulator(draft, plan, leaf, value)
+            draft.write(accumulator(draft, plan, leaf), total)
+    for part, weight in weights.items():
+        held = running_weight(draft, plan, part)
+        draft.write(held, with_this_call(draft, plan, part, weight))
+
+
 def leave_parameters(draft: Draft, plan: Plan) -> None:
-    """An update returns the parameters that it was given."""
+    """An update that has to wait returns the parameters that it was given."""
     for step_node in plan.regions.updates:
+        if not plan.is_open([step_node]):
+            continue
         update = draft.of[step_node]
         params = argument(update, 2)
         for item in list(update.users):
@@ -50,12 +56,15 @@ def leave_parameters(draft: Draft, plan: Plan) -> None:
 
 
 def drop_boundary_effects(draft: Draft, plan: Plan) -> None:
-    """No write of the boundary, and NaN (0 for integers) for outputs that only the boundary has."""
-    for write in plan.regions.boundary_writes:
-        draft.graph.erase_node(draft.of[write])
+    """No write that has to wait, and NaN (0 for integers) for outputs that have to."""
+    for write, sources in plan.regions.boundary_writes.items():
+        if plan.is_open(sources):
+            draft.graph.erase_node(draft.of[write])
     outputs = draft.outputs()
     (end,) = draft.graph.find_nodes(op="output")
-    for i in plan.regions.boundary_outputs:
+    for i, sources in plan.regions.boundary_outputs.items():
+        if not plan.is_open(sources):
+            continue
         value = outputs[i].meta["val"]
         fill = float("nan") if value.dtype.is_floating_point else 0
         with draft.graph.inserting_before(end):
@@ -68,4 +77,10 @@ def drop_boundary_effects(draft: Draft, plan: Plan) -> None:
                 pin_memory=False,
             )
     draft.set_outputs(outputs)
-    draft.nan_outputs = plan.regions.boundary_outputs
+
+
+def give_host_values(draft: Draft, plan: Plan) -> None:
+    """What the host's own calls (a scheduler's, with a metric) want joins the outputs."""
+    wanted = [draft.notes[key][0] for key in sorted(draft.notes) if key[0] is Role.HOST]
+    draft.set_outputs(draft.outputs() + wanted)
+    draft.host_values = len(wanted)

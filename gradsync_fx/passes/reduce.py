@@ -1,10 +1,11 @@
-"""Boundary and tail: the window's gradient in place of each marker.
+"""The parts of a window that close, in a step or in the tail: the window's gradient in place of each marker.
 
 boundary   acc + g  \
 tail       acc       } -> cat of the bucket -> all_reduce -> wait -> / divisor -> what clipping and the update read
 
-R(sum_i g_i) / D once, where D counts the terms of all ranks; synchronising each micro-step computes
-sum_i R(g_i / k) / ranks. Equal in exact arithmetic, not bitwise. A bucket's all-reduce starts behind its last add.
+R(sum_i w_i g_i) / D once, where D counts the terms (or adds the weights) of all ranks; synchronising each micro-step
+computes sum_i R(g_i / k) / ranks. Equal in exact arithmetic, not bitwise. A bucket's all-reduce starts behind its last
+add.
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ from torch.fx import Node
 from gradsync_fx.draft import Draft
 from gradsync_fx.ops import argument
 from gradsync_fx.passes.bucket import reduce_bucket
-from gradsync_fx.passes.sums import accumulator, add_to_accumulator, cast
+from gradsync_fx.passes.sums import accumulator, add_to_accumulator, cast, reset
+from gradsync_fx.passes.weigh import (
+    gradients_of,
+    reduce_all,
+    running_weight,
+    weights_of,
+    with_this_call,
+)
 from gradsync_fx.plan import Bucket, Plan
 from gradsync_fx.program import Kind, Slot
 
@@ -23,21 +31,65 @@ from gradsync_fx.program import Kind, Slot
 _aten = torch.ops.aten
 
 
-def _divide(draft: Draft, bucket: Bucket, values: list[Node]) -> list[Node]:
-    form = torch.empty((), dtype=torch.float64)
-    holder = draft.input(
-        Slot(
-            Kind.SCALAR,
-            f"divisor ({bucket.reduction.divisor})",
-            ("divisor", bucket.reduction.divisor),
-        ),
-        form,
-    )
+def reduce_window(draft: Draft, plan: Plan) -> None:
+    """Boundary program: this micro-step's gradient joins the window's sum, which is reduced and handed on."""
+    terms = gradients_of(draft, plan, plan.closing_buckets())
+    weights = weights_of(draft, plan, [b.part for b in terms])
+    if plan.sync_each_batch and terms:
+        terms, weights = reduce_all(draft, plan, terms, weights)
+    sums = {
+        bucket: [
+            add_to_accumulator(draft, plan, leaf, value)
+            for leaf, value in zip(bucket.leaves, values, strict=True)
+        ]
+        for bucket, values in terms.items()
+    }
+    weights = {part: with_this_call(draft, plan, part, w) for part, w in weights.items()}
+    if not plan.sync_each_batch and terms:
+        sums, weights = reduce_all(draft, plan, sums, weights)
+    for bucket, values in sums.items():
+        weight = weights.get(bucket.part)
+        _install(draft, plan, bucket, _divide(draft, plan, bucket, values, weight))
+        _reduce_later_gradients(draft, plan, bucket, weight)
+
+
+def reduce_sums(draft: Draft, plan: Plan) -> None:
+    """Tail program: the sums as they are, reduced unless every micro-step was."""
+    sums = {
+        bucket: [accumulator(draft, plan, leaf) for leaf in bucket.leaves]
+        for bucket in plan.closing_buckets()
+    }
+    weights = {
+        b.part: running_weight(draft, plan, b.part) for b in sums if plan.weighing is not None
+    }
+    if not plan.sync_each_batch and sums:
+        sums, weights = reduce_all(draft, plan, sums, weights)
+    for bucket, values in sums.items():
+        divided = _divide(draft, plan, bucket, values, weights.get(bucket.part))
+        _install(draft, plan, bucket, divided)
+
+
+def _divide(
+    draft: Draft, plan: Plan, bucket: Bucket, values: list[Node], weight: Node | None
+) -> list[Node]:
+    divisor = _divisor(draft, plan, bucket, weight)
     divided = []
     for value in values:
-        with draft.after(value):
-            divided.append(draft.call(_aten.div.Tensor, value, holder))
+        with draft.after(value, divisor):
+            divided.append(draft.call(_aten.div.Tensor, value, divisor))
     return divided
+
+
+def _divisor(draft: Draft, plan: Plan, bucket: Bucket, weight: Node | None) -> Node:
+    which = bucket.reduction.divisor
+    if weight is None or plan.weighing is None or not plan.weighing.divides:
+        key = ("divisor", which, bucket.part)
+        form = torch.empty((), dtype=torch.float64)
+        return draft.input(Slot(Kind.SCALAR, f"divisor ({which})", key), form)
+    if which == "ranks":
+        return weight
+    with draft.after(weight):
+        return draft.call(_aten.div.Tensor, weight, float(plan.world))
 
 
 def _install(
@@ -54,67 +106,38 @@ def _install(
             reader.replace_input_with(old, gradient)
 
 
-def reduce_window(draft: Draft, plan: Plan) -> None:
-    """Boundary program: this micro-step's gradient joins the window's sum, which is reduced and handed on."""
-    for bucket in plan.buckets:
-        gradients = [draft.of[plan.regions.gradients[leaf][0]].args[0] for leaf in bucket.leaves]
-        if plan.sync_each_batch:
-            terms = reduce_bucket(draft, plan, bucket, gradients)  # type: ignore[arg-type]
-            sums = [
-                add_to_accumulator(draft, plan, leaf, t)
-                for leaf, t in zip(bucket.leaves, terms, strict=True)
-            ]
-        else:
-            totals = [
-                add_to_accumulator(draft, plan, leaf, g)  # type: ignore[arg-type]
-                for leaf, g in zip(bucket.leaves, gradients, strict=True)
-            ]
-            sums = reduce_bucket(draft, plan, bucket, totals)
-        _install(draft, plan, bucket, _divide(draft, bucket, sums))
-        _reduce_later_gradients(draft, plan, bucket)
-
-
-def _reduce_later_gradients(draft: Draft, plan: Plan, bucket: Bucket) -> None:
+def _reduce_later_gradients(
+    draft: Draft, plan: Plan, bucket: Bucket, weight: Node | None
+) -> None:
     """Gradients that are zeroed and computed again in one step (windows of one micro-step only): each by itself."""
     markers = plan.regions.gradients
     for occurrence in range(1, max(len(markers[leaf]) for leaf in bucket.leaves)):
         again = tuple(leaf for leaf in bucket.leaves if len(markers[leaf]) > occurrence)
-        part = Bucket(again, bucket.reduction)
+        part = Bucket(again, bucket.reduction, bucket.part)
         gradients = [argument(draft.of[markers[leaf][occurrence]], 0) for leaf in again]
         reduced = reduce_bucket(draft, plan, part, gradients)
-        _install(draft, plan, part, _divide(draft, part, reduced), occurrence)
-
-
-def reduce_sums(draft: Draft, plan: Plan) -> None:
-    """Tail program: the sums as they are, reduced unless every micro-step was."""
-    for bucket in plan.buckets:
-        sums = [accumulator(draft, plan, leaf) for leaf in bucket.leaves]
-        if not plan.sync_each_batch:
-            sums = reduce_bucket(draft, plan, bucket, sums)
-        _install(draft, plan, bucket, _divide(draft, bucket, sums))
+        _install(draft, plan, part, _divide(draft, plan, part, reduced, weight), occurrence)
 
 
 def reset_accumulators(draft: Draft, plan: Plan) -> None:
-    """The window is over: every accumulator becomes zero."""
-    (end,) = draft.graph.find_nodes(op="output")
-    for leaf in plan.regions.leaves:
-        acc = accumulator(draft, plan, leaf)
-        with draft.graph.inserting_before(end):
-            form = acc.meta["val"]
-            zeros = draft.call(
-                _aten.full.default,
-                list(form.shape),
-                0.0,
-                dtype=form.dtype,
-                device=form.device,
-                pin_memory=False,
-            )
-        draft.write(acc, zeros)
+    """The window of the closing parts is over: their accumulators and weights become zero."""
+    for bucket in plan.closing_buckets():
+        for leaf in bucket.leaves:
+            reset(draft, accumulator(draft, plan, leaf))
+    for part in plan.parts:
+        if plan.weighing and part in plan.closing:
+            reset(draft, running_weight(draft, plan, part))
 
 
 def forget_micro_step(draft: Draft, plan: Plan) -> None:
-    """Tail program: no outputs, and only the writes of the boundary."""
+    """Tail program: only the writes of what closes, and only the outputs that it alone can give, in their order."""
+    kept = {
+        draft.of[w]
+        for w, sources in plan.regions.boundary_writes.items()
+        if not plan.is_open(sources)
+    }
     for write in list(draft.graph.find_nodes(op="call_function", target=_aten.copy_.default)):
-        if write not in {draft.of[w] for w in plan.regions.boundary_writes}:
+        if write not in kept:
             draft.graph.erase_node(write)
-    draft.set_outputs([])
+    outputs = draft.outputs()
+    draft.set_outputs([outputs[i] for i in plan.regions.tail_outputs])

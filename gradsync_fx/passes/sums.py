@@ -30,3 +30,19 @@ def add_to_accumulator(draft: Draft, plan: Plan, leaf: int, gradient: Node) -> N
         return draft.call(
             torch.ops.aten.add.Tensor, acc, cast(draft, gradient, acc.meta["val"].dtype)
         )
+
+
+def reset(draft: Draft, holder: Node) -> None:
+    """An accumulator, or a running weight, becomes zero at the end of the program."""
+    (end,) = draft.graph.find_nodes(op="output")
+    form = holder.meta["val"]
+    with draft.graph.inserting_before(end):
+        zeros = draft.call(
+            torch.ops.aten.full.default,
+            list(form.shape),
+            0.0,
+            dtype=form.dtype,
+            device=form.device,
+            pin_memory=False,
+        )
+    draft.write(holder, zeros)

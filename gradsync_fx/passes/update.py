@@ -25,6 +25,8 @@ def update_key(node: Node) -> str:
 def inline_updates(draft: Draft, plan: Plan) -> None:
     """Copies each traced update into the program. Names of state slots tell optimizer, parameter and key."""
     for step_node in plan.regions.updates:
+        if plan.is_open([step_node]):
+            continue
         marker = draft.of[step_node]
         key = update_key(step_node)
         update = plan.updates[key]
@@ -57,7 +59,7 @@ def _inline(draft: Draft, marker: Node, update: Any, inputs: list[Node]) -> list
     with draft.graph.inserting_before(marker):
         for node in update.graph.nodes:
             if node.op == "get_attr":
-                name = f"_{update_name(update)}_{node.target}"
+                name = f"_{marker.name}_{node.target}"
                 draft.module.register_buffer(name, update.tensors[node.target])
                 env[node] = draft.graph.get_attr(name)
                 env[node].meta["val"] = draft.fake_mode.from_tensor(update.tensors[node.target])
@@ -79,11 +81,3 @@ def _known(draft: Draft, node: Node, args: Any, kwargs: Any) -> Node:
             value.shape, value.stride(), dtype=value.dtype, device=value.device
         )
     return draft.call_known(form, target, *args, **kwargs)
-
-
-def update_name(update: Any) -> str:
-    """A word for attribute names."""
-    return type(update.optimizer).__name__.lower()
-
-
-__all__ = ["inline_updates", "update_key"]

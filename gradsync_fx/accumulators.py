@@ -1,0 +1,92 @@
+"""The running sums of a window: who has one, what was added since the window opened, zeroing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from gradsync_fx.captured import CapturedStep
+from gradsync_fx.errors import WindowError
+from gradsync_fx.options import Options
+from gradsync_fx.planning import accumulator_dtype
+from gradsync_fx.state import foreign_state, restore
+
+
+class Accumulators:
+    """One tensor for each parameter that ever received a gradient, in float32 or wider unless asked otherwise.
+
+    weights: running weight of each part, used where weights are known only when a micro-step has run. in_window: the
+    parameters with a term in the open window.
+    """
+
+    def __init__(self, parts: int) -> None:
+        self.sums: dict[str, torch.Tensor] = {}
+        self.weights: dict[int, torch.Tensor] = dict.fromkeys(range(parts), torch.zeros(()))
+        self.parameters: dict[str, torch.Tensor] = {}
+        self.in_window: dict[str, None] = {}
+        self.restored: dict[str, torch.Tensor] = {}
+        self._part_of: dict[str, int] = {}
+        self._trainable: dict[str, bool] = {}
+
+    def make_room(self, captured: CapturedStep, options: Options) -> None:
+        """An accumulator for every leaf of a new capture; saved sums that waited for it come in."""
+        for leaf in captured.regions.leaves:
+            name = captured.capture.step.leaves[leaf].name
+            parameter = captured.capture.step.leaves[leaf].parameter
+            self._part_of[name] = captured.plan.part_of_leaf[leaf]
+            self._make(name, parameter, options)
+        for name in list(self.restored):
+            if name not in captured.capture.parameters:
+                raise foreign_state(name, list(captured.capture.parameters))
+            self._make(name, captured.capture.parameters[name], options)
+
+    def _make(self, name: str, parameter: torch.Tensor, options: Options) -> None:
+        if name not in self.sums:
+            dtype = accumulator_dtype(parameter, options)
+            self.sums[name] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+            self.parameters[name] = parameter
+        if name in self.restored:
+            restore(name, self.sums[name], self.restored.pop(name))
+
+    def place_weights(self, device: torch.device) -> None:
+        """Running weights beside the parameters; before the first capture their place is not known."""
+        for part, weight in self.weights.items():
+            if weight.dtype is not torch.float64 or weight.device != device:
+                self.weights[part] = weight.to(device=device, dtype=torch.float64, copy=True)
+
+    def names(self, parts: Collection[int]) -> list[str]:
+        """Parameters of these parts with a term in the open window."""
+        return [name for name in self.in_window if self._part_of[name] in parts]
+
+    def added(self, captured: CapturedStep) -> None:
+        """A micro-step put its terms in."""
+        self.in_window.update(dict.fromkeys(captured.names))
+
+    def closed(self, parts: Collection[int]) -> None:
+        """These parts start anew; their sums were reset by the program that closed them."""
+        for name in self.names(parts):
+            del self.in_window[name]
+        if not self.in_window:
+            self._trainable.clear()
+
+    def clear(self, parts: Collection[int]) -> None:
+        """These parts start anew without an update."""
+        for name, part in self._part_of.items():
+            if part in parts:
+                self.sums[name].zero_()
+        for part in parts:
+            self.weights[part].zero_()
+        self.closed(parts)
+
+    def check_trainable(self, captured: CapturedStep, where: str) -> None:
+        """Raises `WindowError` when `requires_grad` of a parameter changed since the window opened."""
+        for name, parameter in captured.capture.parameters.items():
+            before = self._trainable.setdefault(name, parameter.requires_grad)
+            if before != parameter.requires_grad:
+                raise WindowError(
+                    f"requires_grad of {name!r}",
+                    seen=f"it changed from {before} to {not before} inside a window ({where})",
+                    wanted="a change between two windows",
+                    fix="change it at a boundary, or call step.flush() or step.discard() first",
+                )

@@ -1,0 +1,270 @@
+"""What a trace does at the calls that make a training step, in place of what torch would trace.
+
+loss.backward()         torch.autograd.grad over the leaves, then one `leaf_grad` marker each; `.grad` starts as None
+optimizer.step()        one `update` marker; the optimizer's own code is traced apart (optimizer_trace.py)
+zero_grad()             `.grad` becomes None, whatever set_to_none says
+scheduler.step()        nothing in the graph: the host makes the call after each update
+micro_batch_weight(w)   a note of w
+GradScaler              refused by name
+ddp(x)                  ddp.module(x): the reducer never fires; its duties are taken over by the runtime
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from gradsync_fx import ops
+from gradsync_fx._torch import (
+    GuardBuilder,
+    TensorVariable,
+    TupleVariable,
+    UserDefinedObjectVariable,
+    VariableTracker,
+    install_guard,
+)
+from gradsync_fx.controls import TRACED
+from gradsync_fx.errors import CaptureError
+from gradsync_fx.observed import (
+    HostCall,
+    const,
+    is_none,
+    no_grad,
+    observed,
+    pending_grad,
+    reach,
+    real_tensors,
+    set_grad,
+    variable_of,
+)
+from gradsync_fx.ops import Role
+
+
+class _Call(VariableTracker):
+    """A bound method whose call is answered by `answer(tx, owner, args, kwargs)`."""
+
+    def __init__(self, owner: Any, answer: Callable[..., Any], **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.owner, self.answer = owner, answer
+
+    def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
+        return self.answer(tx, self.owner, list(args), dict(kwargs))
+
+
+def _call(tx: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+    return VariableTracker.build(tx, function).call_function(tx, list(args), kwargs)
+
+
+def note(tx: Any, value: Any, role: Role, index: int = 0) -> None:
+    """Points a tensor out to the passes."""
+    seen = observed().in_graph(tx.output)
+    with no_grad(tx):
+        if seen.chain is None:
+            seen.chain = _call(tx, torch.zeros, const(0))
+        seen.chain = _call(tx, ops.NOTE, seen.chain, value, const(int(role)), const(index))
+
+
+def backward(
+    self: Any,
+    tx: Any,
+    gradient: Any = None,
+    retain_graph: Any = None,
+    create_graph: Any = None,
+    inputs: Any = None,
+) -> Any:
+    """`TensorVariable.method_backward` while a step is traced."""
+    if inputs is not None and not is_none(inputs):
+        wanted = (
+            inputs.unpack_var_sequence(tx) if not isinstance(inputs, TensorVariable) else [inputs]
+        )
+    else:
+        wanted = chain(tx.output.leaf_var_creation_order, tx.output.input_source_to_var.values())
+    leaves = self._collect_backward_inputs(wanted)
+    if not leaves:
+        return const(None)
+    real_of = {var: real for real, var in real_tensors(tx)}
+    kwargs = {"allow_unused": const(True)}
+    if retain_graph is not None:
+        kwargs["retain_graph"] = retain_graph
+    if create_graph is not None:
+        kwargs["create_graph"] = create_graph
+    args = [self, TupleVariable(leaves)] + ([] if is_none(gradient) else [gradient])
+    grads = _call(tx, torch.autograd.grad, *args, **kwargs)
+    note(tx, self.call_method(tx, "detach", [], {}), Role.LOSS)
+    with no_grad(tx):
+        for i, var in enumerate(leaves):
+            grad = grads.call_method(tx, "__getitem__", [const(i)], {})
+            if not is_none(grad):
+                _add_gradient(tx, var, real_of.get(var), grad)
+        for parameter in observed().demanded:
+            var = reach(tx, parameter)
+            if is_none(pending_grad(tx, var)):
+                _add_gradient(tx, var, parameter, _call(tx, torch.zeros_like, var))
+    return const(None)
+
+
+def _add_gradient(tx: Any, var: Any, real: Any, grad: Any) -> None:
+    before = pending_grad(tx, var)
+    if not is_none(before):
+        grad = before.call_method(tx, "add", [grad], {})
+    if isinstance(real, torch.Tensor):
+        seen = observed()
+        if real._backward_hooks or getattr(real, "_post_accumulate_grad_hooks", None):
+            seen.hooked.append(real)
+        grad = _call(tx, ops.LEAF_GRAD, grad, const(seen.leaf_index(real)))
+    set_grad(tx, var, grad)
+
+
+def _optimizer_step(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    optimizer: Optimizer = owner.value
+    closure: Any = kwargs.get("closure", args[0] if args else None)
+    result = const(None)
+    if closure is not None and not is_none(closure):
+        result = closure.call_function(tx, [], {})
+    _guard_identity(owner)
+    which: list[Any] = []
+    params: list[Any] = []
+    grads: list[Any] = []
+    for i, p in enumerate(q for group in optimizer.param_groups for q in group["params"]):
+        var = variable_of(tx, p)
+        grad = None if var is None else pending_grad(tx, var)
+        if not is_none(grad):
+            which.append(const(i))
+            params.append(var)
+            grads.append(grad)
+    handle = observed().handle(optimizer)
+    if not params:
+        return result
+    with no_grad(tx):
+        new = _call(
+            tx,
+            ops.UPDATE,
+            const(handle),
+            TupleVariable(which),
+            TupleVariable(params),
+            TupleVariable(grads),
+        )
+        for i, var in enumerate(params):
+            var.call_method(tx, "copy_", [new.call_method(tx, "__getitem__", [const(i)], {})], {})
+    return result
+
+
+def _guard_identity(owner: Any) -> None:
+    if owner.source is not None:
+        install_guard(owner.source.make_guard(GuardBuilder.ID_MATCH))
+
+
+def _drop(tx: Any, parameters: Iterator[torch.Tensor]) -> Any:
+    for p in parameters:
+        var = variable_of(tx, p)
+        if var is not None and not is_none(pending_grad(tx, var)):
+            set_grad(tx, var, const(None))
+    return const(None)
+
+
+def _optimizer_zero_grad(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    return _drop(tx, (p for group in owner.value.param_groups for p in group["params"]))
+
+
+def _module_zero_grad(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    return _drop(tx, iter(owner.value.parameters()))
+
+
+def _scheduler_step(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    _guard_identity(owner)
+    seen = observed().in_graph(tx.output)
+    arguments: list[tuple[str, Any]] = []
+    for value in [*args, *kwargs.values()]:
+        if isinstance(value, TensorVariable):
+            index = sum(a[0] == "note" for c in seen.host_calls for a in c.arguments) + len(
+                [a for a in arguments if a[0] == "note"]
+            )
+            note(tx, value.call_method(tx, "detach", [], {}), Role.HOST, index)
+            arguments.append(("note", index))
+        else:
+            arguments.append(("constant", value.as_python_constant()))
+    optimizer = getattr(owner.value, "optimizer", None)
+    seen.host_calls.append(HostCall(owner.value, optimizer, tuple(arguments)))
+    return const(None)
+
+
+def _weigh(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    seen = observed().in_graph(tx.output)
+    (weight,) = args
+    seen.weights += 1
+    if seen.weights > 1:
+        raise CaptureError(
+            "micro_batch_weight",
+            seen="it is called twice in one call of the step",
+            wanted="one call, with the weight of the whole micro-batch",
+            fix="add the weights up first",
+        )
+    with no_grad(tx):
+        if not isinstance(weight, TensorVariable):
+            weight = _call(
+                tx, torch.full, TupleVariable([]), weight, dtype=const(torch.float64)
+            )
+        weight = weight.call_method(tx, "detach", [], {})
+        note(tx, weight, Role.WEIGHT)
+    return const(None)
+
+
+def _refuse_scaler(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    raise CaptureError(
+        f"{type(owner.value).__name__}",
+        seen="a gradient scaler in the step: its check for infinities decides on the host, in the middle of the update",
+        wanted="a step without GradScaler",
+        fix="train in bfloat16 (torch.autocast(..., dtype=torch.bfloat16)), which needs no scaler, build the scaler "
+        "with enabled=False, or scale the loss by a constant and pass skip_nonfinite=True",
+    )
+
+
+def _end(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Drops what is left in `.grad`; notes it first where calls without an update belong to a window."""
+    _, keep = (a.as_python_constant() for a in args)  # the demand becomes a guard by being read
+    seen = observed().in_graph(tx.output)
+    real_of = {var: real for real, var in real_tensors(tx)}
+    for var, attributes in list(tx.output.side_effects.store_attr_mutations.items()):
+        grad = attributes.pop("grad", None)
+        real = real_of.get(var)
+        if keep and not is_none(grad) and isinstance(real, torch.Tensor):
+            note(tx, grad, Role.LEFT, seen.leaf_index(real))
+    return const(None) if seen.chain is None else seen.chain
+
+
+def ddp_forward(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+    """`DistributedDataParallel.forward` while a step is traced."""
+    return self.module(*args, **kwargs)
+
+
+_ANSWERS: list[tuple[type, tuple[str, ...], Callable[..., Any]]] = [
+    (Optimizer, ("step",), _optimizer_step),
+    (Optimizer, ("zero_grad",), _optimizer_zero_grad),
+    (nn.Module, ("zero_grad",), _module_zero_grad),
+    (LRScheduler, ("step",), _scheduler_step),
+    (type(TRACED), ("weigh",), _weigh),
+    (type(TRACED), ("end",), _end),
+]
+_SCALING = ("scale", "unscale_", "step", "update")
+_plain_getattr = UserDefinedObjectVariable.var_getattr
+
+
+def var_getattr(self: Any, tx: Any, name: str) -> Any:
+    """`UserDefinedObjectVariable.var_getattr` while a step is traced."""
+    value = self.value
+    if isinstance(value, nn.Module):
+        observed().saw_module(self.source.name if self.source is not None else "", value, self)
+    for owner, attributes, answer in _ANSWERS:
+        if name in attributes and isinstance(value, owner):
+            return _Call(self, answer)
+    if isinstance(value, GradScaler) and name in _SCALING and value.is_enabled():
+        return _Call(self, _refuse_scaler)
+    return _plain_getattr(self, tx, name)

@@ -1,0 +1,63 @@
+"""Module buffers over ranks, as DDP has them: rank 0's at the start of a window, at every call, or each its own.
+
+Rank 0's buffers for the next window are fetched while all ranks meet at the boundary and put in place at that
+window's first call: a rank whose data ended does not make that call, and nobody may wait for it there.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gradsync_fx.captured import CapturedStep
+from gradsync_fx.ranks import broadcast
+
+
+class ModuleBuffers:
+    """The buffers of the step's modules, and what was fetched for the next window."""
+
+    def __init__(self) -> None:
+        self.fetched: dict[str, torch.Tensor] = {}
+        self._waiting = False
+
+    def first(self, captured: CapturedStep) -> None:
+        """All ranks make their first capture: the one time that rank 0's buffers come at once."""
+        group, buffers = captured.setting.group, captured.capture.buffers
+        if group is not None and captured.setting.broadcast_buffers != "never" and buffers:
+            broadcast(group, list(buffers.values()))
+        if self._follows(captured):
+            self.fetched = {name: b.clone() for name, b in buffers.items()}
+
+    def before(self, captured: CapturedStep, *, opens: bool) -> None:
+        """Ahead of a micro-step; `opens`: it is the first of its window."""
+        self.keep_company(captured)
+        if opens and self._waiting:
+            for name, value in self.fetched.items():
+                captured.capture.buffers[name].copy_(value)
+        self._waiting = False
+
+    def keep_company(self, captured: CapturedStep) -> None:
+        """What every rank does at every call, also one without data, where buffers are broadcast at every call."""
+        group, buffers = captured.setting.group, captured.capture.buffers
+        if group is not None and captured.setting.broadcast_buffers == "every" and buffers:
+            broadcast(group, list(buffers.values()))
+
+    def after_boundary(self, captured: CapturedStep) -> None:
+        """All ranks meet."""
+        group = captured.setting.group
+        if group is not None and self._follows(captured):
+            for name, value in captured.capture.buffers.items():
+                self.fetched[name] = value.clone()
+            broadcast(group, [self.fetched[name] for name in captured.capture.buffers])
+            self._waiting = True
+
+    def restore(self, fetched: dict[str, torch.Tensor], waiting: bool) -> None:
+        self.fetched, self._waiting = dict(fetched), waiting
+
+    @property
+    def waiting(self) -> bool:
+        """Whether what was fetched has yet to be put in place."""
+        return self._waiting
+
+    def _follows(self, captured: CapturedStep) -> bool:
+        setting = captured.setting
+        return setting.group is not None and setting.broadcast_buffers == "window_start"

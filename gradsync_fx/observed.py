@@ -1,0 +1,165 @@
+"""What a trace in progress has met, and how the answers in answers.py look at Dynamo's variables."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from gradsync_fx._torch import ConstantVariable, GradModeVariable
+from gradsync_fx.errors import CaptureError
+
+
+@dataclass(frozen=True, slots=True)
+class HostCall:
+    """A call that the host makes after each update of `optimizer`: a scheduler's step.
+
+    arguments: ("note", index) for a value that the program gives, ("constant", value) for any other.
+    """
+
+    owner: Any
+    optimizer: Optimizer | None
+    arguments: tuple[tuple[str, Any], ...]
+
+
+@dataclass(slots=True)
+class Observed:
+    """What one trace met: modules in the order of first touch, leaves by number, optimizers by handle."""
+
+    demanded: tuple[torch.Tensor, ...] = ()
+    modules: list[tuple[str, nn.Module]] = field(default_factory=list)
+    leaves: list[torch.Tensor] = field(default_factory=list)
+    optimizers: list[Optimizer] = field(default_factory=list)
+    hooked: list[torch.Tensor] = field(default_factory=list)
+    host_calls: list[HostCall] = field(default_factory=list)
+    weights: int = 0
+    variables: dict[int, Any] = field(default_factory=dict)
+    chain: Any = None
+    graph: Any = None
+
+    def leaf_index(self, leaf: torch.Tensor) -> int:
+        for i, known in enumerate(self.leaves):
+            if known is leaf:
+                return i
+        self.leaves.append(leaf)
+        return len(self.leaves) - 1
+
+    def handle(self, optimizer: Optimizer) -> int:
+        for i, known in enumerate(self.optimizers):
+            if known is optimizer:
+                return i
+        self.optimizers.append(optimizer)
+        return len(self.optimizers) - 1
+
+    def saw_module(self, name: str, module: nn.Module, variable: Any = None) -> None:
+        self.variables[id(module)] = variable
+        if all(module is not known for _, known in self.modules):
+            self.modules.append((name, module))
+
+    def in_graph(self, graph: Any) -> Observed:
+        """Dynamo may start a trace over: what belongs to the graph that it gave up goes."""
+        if self.graph is not graph:
+            self.graph, self.chain, self.weights = graph, None, 0
+            self.host_calls.clear()
+        return self
+
+    def roots(self) -> list[tuple[str, nn.Module]]:
+        """The outermost modules."""
+        inside = {id(c) for _, m in self.modules for c in m.modules() if c is not m}
+        return [(name, m) for name, m in self.modules if id(m) not in inside]
+
+
+_current = threading.local()
+
+
+def observed() -> Observed:
+    """What the trace in progress has met. Raises `CaptureError` when none is in progress."""
+    found: Observed | None = getattr(_current, "value", None)
+    if found is None:
+        raise CaptureError(
+            "backend 'gradsync'",
+            seen="a graph that was not traced by gradsync_fx",
+            wanted="a whole training step",
+            fix="call gradsync_fx.optimize(train_step)",
+        )
+    return found
+
+
+@contextmanager
+def observing(demanded: tuple[torch.Tensor, ...]) -> Iterator[Observed]:
+    """A fresh `Observed` for one trace; the one before is back at the end."""
+    before = getattr(_current, "value", None)
+    _current.value = Observed(demanded)
+    try:
+        yield _current.value
+    finally:
+        _current.value = before
+
+
+def const(value: object) -> Any:
+    return ConstantVariable.create(value)
+
+
+def is_none(var: Any) -> bool:
+    return var is None or (var.is_python_constant() and var.as_python_constant() is None)
+
+
+def pending_grad(tx: Any, var: Any) -> Any:
+    return tx.output.side_effects.store_attr_mutations.get(var, {}).get("grad")
+
+
+def set_grad(tx: Any, var: Any, value: Any) -> None:
+    tx.output.side_effects.store_attr(var, "grad", value)
+
+
+def variable_of(tx: Any, real: torch.Tensor) -> Any:
+    """Dynamo's variable for a tensor that it has met, or None."""
+    return tx.output.side_effects.id_to_variable.get(id(real))
+
+
+def real_tensors(tx: Any) -> Iterator[tuple[torch.Tensor, Any]]:
+    """The tensors that Dynamo has met, each with its variable."""
+    effects = tx.output.side_effects
+    alive = {id(item): item for item in effects.keepalive}
+    for key, var in effects.id_to_variable.items():
+        if isinstance(alive.get(key), torch.Tensor):
+            yield alive[key], var
+
+
+def reach(tx: Any, parameter: torch.Tensor) -> Any:
+    """Dynamo's variable for a parameter, by way of the modules met when it has not met the parameter itself."""
+    known = variable_of(tx, parameter)
+    if known is not None:
+        return known
+    seen = observed()
+    for _, root in seen.roots():
+        var = seen.variables[id(root)]
+        inner: nn.Module = root
+        if isinstance(root, DistributedDataParallel):
+            inner, var = root.module, var.var_getattr(tx, "module")
+        for name, found in inner.named_parameters():
+            if found is parameter:
+                for part in name.split("."):
+                    var = var.var_getattr(tx, part)
+                return var.realize()
+    raise CaptureError(
+        f"a parameter of shape {tuple(parameter.shape)}",
+        seen="it received a gradient elsewhere in this window, and no module of this step holds it",
+        wanted="one module that holds all parameters of the step's branches",
+        fix="pass the whole model to the step, in every branch of it",
+    )
+
+
+@contextmanager
+def no_grad(tx: Any) -> Iterator[None]:
+    mode = GradModeVariable.create(tx, False, initialized=True)
+    mode.enter(tx)
+    yield
+    mode.exit(tx)

@@ -1,0 +1,156 @@
+"""Weights: each gradient becomes its term of the window's sum, and the running weight goes along with it.
+
+g  ->  g * w                       reduction="weighted"
+g  ->  g where finite, else 0      skip_nonfinite; then w is 1 or 0, or the step's own weight or 0
+
+The running weight of a part is an input like an accumulator. Where the sums are divided by it, it travels with the
+first bucket whose wire is at least as wide as float32, and alone where there is none: a weight that was rounded to
+bfloat16 would scale every gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch.fx import Node
+
+from gradsync_fx.draft import Draft
+from gradsync_fx.ops import Role, argument
+from gradsync_fx.passes.bucket import reduce_bucket
+from gradsync_fx.passes.sums import cast
+from gradsync_fx.plan import Bucket, Plan, Reduction
+from gradsync_fx.program import Kind, Slot
+
+
+_aten = torch.ops.aten
+
+
+def weigh_terms(draft: Draft, plan: Plan) -> None:
+    """Puts each gradient's term in its place, and leaves this call's weight in the draft's notes."""
+    if plan.weighing is None:
+        return
+    markers = [draft.of[m] for found in plan.regions.gradients.values() for m in found]
+    weight = _weight(draft, plan)
+    finite = _all_finite(draft, markers, weight) if plan.weighing.finite else None
+    if finite is not None:
+        with draft.after(finite, weight):
+            zero = _constant(draft, 0.0, weight)
+            weight = draft.call(_aten.where.self, finite, weight, zero)
+    for marker in markers:
+        leaf = plan.step.leaves[argument(marker, 1)]
+        gradient = argument(marker, 0)
+        needed = [gradient, weight] + ([finite] if finite is not None else [])
+        with draft.after(*needed):
+            term = cast(draft, gradient, plan.accumulators[leaf.name].dtype)
+            if plan.weighing.weighted:
+                term = draft.call(_aten.mul.Tensor, term, weight)
+            if finite is not None:
+                term = draft.call(_aten.where.self, finite, term, _constant(draft, 0.0, term))
+        marker.update_arg(0, term)
+    draft.notes[Role.WEIGHT, 0] = [weight]
+    draft.sort()  # a weight may be said, and a last loss computed, behind the first gradients
+
+
+def _weight(draft: Draft, plan: Plan) -> Node:
+    """This call's weight as a tensor without dimensions, in the running weight's dtype and on its device."""
+    assert plan.weighing is not None
+    form = next(iter(plan.weights.values()))
+    noted = draft.note(Role.WEIGHT) if plan.weighing.weighted else None
+    if noted is None:
+        with draft.at_start():
+            return draft.call(
+                _aten.full.default, [], 1.0, dtype=form.dtype, device=form.device, pin_memory=False
+            )
+    with draft.after(noted):
+        scalar = draft.call(_aten.reshape.default, noted, [])
+        if noted.meta["val"].device != form.device:
+            return draft.call(
+                _aten._to_copy.default, scalar, dtype=form.dtype, device=form.device
+            )
+        return cast(draft, scalar, form.dtype)
+
+
+def _all_finite(draft: Draft, markers: list[Node], weight: Node) -> Node:
+    """x * 0 is 0 exactly where x is finite: the sum of all of them is compared with 0."""
+    losses = draft.notes.get((Role.LOSS, 0), [])
+    values = [argument(m, 0) for m in markers] + losses + [weight]
+    with draft.after(*values):
+        parts = []
+        for value in values:
+            nothing = draft.call(_aten.mul.Tensor, value, 0.0)
+            total = draft.call(_aten.sum.default, nothing)
+            parts.append(cast(draft, total, torch.float32))
+        total = parts[0]
+        for part in parts[1:]:
+            total = draft.call(_aten.add.Tensor, total, part)
+        return draft.call(_aten.eq.Scalar, total, 0.0)
+
+
+def _constant(draft: Draft, value: float, like: Node) -> Node:
+    form = like.meta["val"]
+    return draft.call(
+        _aten.full.default, [], value, dtype=form.dtype, device=form.device, pin_memory=False
+    )
+
+
+def gradients_of(draft: Draft, plan: Plan, buckets: Iterable[Bucket]) -> dict[Bucket, list[Node]]:
+    """This call's term of each leaf, by bucket."""
+    markers = plan.regions.gradients
+    return {
+        b: [argument(draft.of[markers[leaf][0]], 0) for leaf in b.leaves] for b in buckets
+    }
+
+
+def weights_of(draft: Draft, plan: Plan, parts: Iterable[int]) -> dict[int, Node]:
+    """This call's weight, for each of these parts; empty where nothing is weighed."""
+    weight = draft.note(Role.WEIGHT) if plan.weighing else None
+    return {} if weight is None else dict.fromkeys(parts, weight)
+
+
+def running_weight(draft: Draft, plan: Plan, part: int) -> Node:
+    """The input that holds the weight of a part's terms so far."""
+    return draft.input(Slot(Kind.WEIGHT, f"weight of part {part}", part), plan.weights[part])
+
+
+def with_this_call(draft: Draft, plan: Plan, part: int, weight: Node) -> Node:
+    """The running weight, and this call's added to it."""
+    held = running_weight(draft, plan, part)
+    with draft.after(weight):
+        return draft.call(_aten.add.Tensor, held, weight)
+
+
+def reduce_all(
+    draft: Draft, plan: Plan, terms: dict[Bucket, list[Node]], weights: dict[int, Node]
+) -> tuple[dict[Bucket, list[Node]], dict[int, Node]]:
+    """All buckets over the ranks, each by one all-reduce, and each part's weight with one of its buckets."""
+    carriers = {carrier(plan, part): part for part in weights}
+    reduced: dict[Bucket, list[Node]] = {}
+    done = dict(weights)
+    for bucket, values in terms.items():
+        part = carriers.get(bucket)
+        if part is None:
+            reduced[bucket] = reduce_bucket(draft, plan, bucket, values)
+        else:
+            *reduced[bucket], done[part] = reduce_bucket(
+                draft, plan, bucket, [*values, weights[part]]
+            )
+    last = next(reversed(terms.values()))
+    for part, weight in weights.items():
+        if plan.group is not None and carrier(plan, part) is None:
+            alone = Bucket((), Reduction("sum", plan.group, "ranks"), part)
+            (done[part],) = reduce_bucket(
+                draft, plan, alone, [weight], wire_dtype=weight.meta["val"].dtype, behind=last
+            )
+    return reduced, done
+
+
+def carrier(plan: Plan, part: int) -> Bucket | None:
+    """The bucket that a part's weight travels with; None where it goes alone (or nowhere, without a group)."""
+    for bucket in plan.buckets:
+        if bucket.part == part and bucket.reduction == Reduction("sum", plan.group, "ranks"):
+            name = plan.step.leaves[bucket.leaves[0]].name
+            wire = plan.wire_dtype or plan.accumulators[name].dtype
+            if plan.group is not None and wire.itemsize >= 4:
+                return bucket
+    return None

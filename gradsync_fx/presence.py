@@ -1,0 +1,37 @@
+"""Ranks that compile say so, where everyone can read it: others wait for them longer than for a rank that is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from gradsync_fx._torch import default_store
+
+
+def _key(rank: int) -> str:
+    return f"gradsync_fx/compiling/{rank}"
+
+
+@contextmanager
+def compiling(rank_timeout: float | None) -> Iterator[None]:
+    """This rank compiles inside the block. Without a `rank_timeout` nobody asks, and nothing is written."""
+    if rank_timeout is None or not (dist.is_available() and dist.is_initialized()):
+        yield
+        return
+    store, key = default_store(), _key(dist.get_rank())
+    store.set(key, "yes")
+    try:
+        yield
+    finally:
+        store.set(key, "no")
+
+
+def someone_compiles() -> bool:
+    """Whether any rank of the job is compiling now."""
+    store = default_store()
+    return any(
+        store.check([_key(rank)]) and store.get(_key(rank)) == b"yes"
+        for rank in range(dist.get_world_size())
+    )

@@ -1,0 +1,51 @@
+"""Ranks that do not do the same: the same error on both, soon, instead of a hang or of copies that drift apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.scenarios import disagreement
+from tests.workers import Ranks
+
+
+pytestmark = pytest.mark.gloo
+
+
+def check_both(errors: list[dict[str, Any]], kind: str, *words: str) -> None:
+    """The same type of error on every rank, soon, with these words, and with a way out."""
+    for error in errors:
+        assert error["type"] == kind, error
+        assert all(word in error["text"] for word in words), error["text"]
+        assert error["fix"]
+        assert error["seconds"] < 30
+
+
+def test_ranks_that_disagree_on_k(ranks: Ranks) -> None:
+    """Both learn of it in the first call that closes their own window, before the update."""
+    errors = ranks(disagreement.other_k)
+    words = "rank 1 is at micro-step 3/3 while rank 0 is at micro-step 2/2"
+    check_both(errors, "RanksDisagreeError", words)
+    assert [error["calls"] for error in errors] == [2, 3]
+    assert not any(error["moved"] for error in errors)
+
+
+def test_a_rank_that_discards_alone(ranks: Ranks) -> None:
+    errors = ranks(disagreement.discarded_alone)
+    # Rank 0 closes its window with call 3, rank 1 never does with its four calls.
+    check_both(errors, "RanksDisagreeError", "rank 1")
+
+
+@pytest.mark.parametrize(("which", "named"), [("third", "'2.weight'"), ("all", "'0.weight'")])
+def test_copies_that_start_differently(ranks: Ranks, which: str, named: str) -> None:
+    errors = ranks(disagreement.other_start, which)
+    check_both(errors, "ReplicaMismatchError", named, "rank 1", "seed all ranks")
+
+
+def test_flush_before_anything_was_captured(ranks: Ranks) -> None:
+    check_both(ranks(disagreement.flush_before_capture), "WindowError", "flush", "prepare")
+
+
+def test_a_communication_hook_is_refused_by_name(ranks: Ranks) -> None:
+    check_both(ranks(disagreement.comm_hook), "CaptureError", "hook", "reduce_dtype")

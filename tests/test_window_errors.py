@@ -1,0 +1,141 @@
+"""What goes wrong, or may look wrong, in a window that has begun: it is refused by name, or warned of.
+
+An error leaves the window as it was. Steps that are refused before they begin are in test_errors.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+import gradsync_fx
+from tests.drive import plain_step, quick
+from tests.models import mlp
+from tests.optimizers import sgd
+from tests.reference import assert_same_parameters, mse
+from tests.refusals import refused
+
+
+X, Y = torch.ones(4, 8), torch.ones(4, 1)
+
+
+def test_skip_and_report_before_the_first_call() -> None:
+    step = quick(plain_step, 2)
+    refused(gradsync_fx.WindowError, "skip", step.skip)
+    refused(gradsync_fx.WindowError, "report", step.report)
+
+
+def test_another_optimizer_object() -> None:
+    model = mlp()
+    step = quick(plain_step, 2)
+    step(model, sgd(model), X, Y)
+    refused(gradsync_fx.WindowError, "optimizer SGD", step, model, sgd(model), X, Y)
+
+
+def test_another_model() -> None:
+    model, other = mlp(), mlp()
+    step = quick(plain_step, 2)
+    step(model, sgd(model), X, Y)
+    refused(gradsync_fx.WindowError, "", step, other, sgd(other), X, Y)
+
+
+def test_another_k() -> None:
+    model = mlp()
+    step = quick(plain_step, 4)
+    step(model, sgd(model), X, Y)
+    change = step.set_gradient_accumulation_steps
+    error = refused(gradsync_fx.WindowError, "gradient_accumulation_steps", change, 8)
+    assert "from 4 to 8 with 1 pending" in error.seen
+
+
+def test_requires_grad_changed_inside_a_window() -> None:
+    model = mlp()
+    optimizer = sgd(model)
+    step = quick(plain_step, 4)
+    step(model, optimizer, X, Y)
+    step(model, optimizer, X, Y)
+    model[0].weight.requires_grad_(False)
+    error = refused(gradsync_fx.WindowError, "", step, model, optimizer, X, Y)
+    assert "'0.weight'" in str(error)
+
+
+def test_requires_grad_changed_at_a_boundary_is_captured_anew() -> None:
+    model = mlp()
+    optimizer = sgd(model)
+    step = quick(plain_step, 2)
+    for _ in range(2):
+        step(model, optimizer, X, Y)
+    model[0].weight.requires_grad_(False)
+    frozen, moving = model[0].weight.clone(), model[2].weight.detach().clone()
+    for _ in range(2):
+        step(model, optimizer, X, Y)
+    assert torch.equal(model[0].weight, frozen)
+    assert not torch.equal(model[2].weight, moving)
+
+
+def test_an_error_in_the_step_leaves_the_window_as_it_was() -> None:
+    """A batch of a wrong width is refused; the next right one goes on."""
+    model = mlp()
+    optimizer = sgd(model)
+    step = quick(plain_step, 3)
+    step(model, optimizer, X, Y)
+    sums = {name: t.clone() for name, t in step.gradients().items()}
+    with pytest.raises(Exception, match=r"(?s)."):
+        step(model, optimizer, torch.ones(4, 5), Y)
+    assert step.pending == 1
+    assert all(torch.equal(t, sums[name]) for name, t in step.gradients().items())
+    step(model, optimizer, X, Y)
+    step(model, optimizer, X, Y)
+    assert step.sync_gradients
+
+
+def test_a_gradient_of_the_users_is_dropped_with_a_warning() -> None:
+    model = mlp()
+    optimizer = sgd(model)
+    step = quick(plain_step, 2)
+    step(model, optimizer, X, Y)
+    model[0].weight.grad = torch.full_like(model[0].weight, 100.0)
+    before = step.gradients()["0.weight"].clone()
+    with pytest.warns(gradsync_fx.GradSyncWarning, match=r"'0\.weight'"):
+        step(model, optimizer, X, Y)
+    assert model[0].weight.grad is None
+    assert model[0].weight.abs().max() < 50
+    assert before.abs().max() < 50
+
+
+def test_a_gradient_left_before_the_first_call_is_dropped_with_a_warning() -> None:
+    model, other = mlp(), mlp()
+    other.load_state_dict(model.state_dict())
+    mse(model, X, Y).backward()
+    step = quick(plain_step, 1)
+    with pytest.warns(gradsync_fx.GradSyncWarning, match="dropped"):
+        step(model, sgd(model), X, Y)
+    plain_step(other, sgd(other), X, Y)
+    assert_same_parameters(model, other)
+
+
+def test_a_window_without_a_term_makes_no_update_and_warns() -> None:
+    model = mlp()
+    step = quick(plain_step, 2)
+    step.prepare(model, sgd(model), X, Y)
+    start = model[0].weight.detach().clone()
+    step.skip()
+    with pytest.warns(gradsync_fx.GradSyncWarning, match="no update"):
+        step.skip()
+    assert torch.equal(model[0].weight, start)
+    assert (step.micro_step, step.optimizer_step, step.pending) == (2, 0, 0)
+    assert not step.sync_gradients
+
+
+def test_an_ordinary_run_warns_of_nothing() -> None:
+    model = mlp()
+    optimizer = sgd(model)
+    step = quick(plain_step, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(4):
+            step(model, optimizer, X, Y)
+        step(model, optimizer, X, Y)
+        step.flush()
