@@ -69,6 +69,7 @@ try:
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.pattern_matcher import stable_topological_sort
+    from torch._inductor.virtualized import V as inductor_globals
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.distributed.distributed_c10d import _get_default_store as default_store
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -123,6 +124,7 @@ __all__ = [
     "dynamo_counters",
     "dynamo_optimize",
     "inductor_config",
+    "inductor_globals",
     "inductor_joint_passes",
     "install_guard",
     "list_mode_options",

@@ -5,7 +5,7 @@ optimizer.step()        one `update` marker; the optimizer's own code is traced 
 zero_grad()             `.grad` becomes None, whatever set_to_none says
 scheduler.step()        nothing in the graph: the host makes the call after each update
 micro_batch_weight(w)   a note of w
-GradScaler              refused by name
+GradScaler              refused by name; nothing, where it is not enabled
 ddp(x)                  ddp.module(x): the reducer never fires; its duties are taken over by the runtime
 """
 
@@ -32,7 +32,6 @@ from gradsync_fx._torch import (
     install_guard,
 )
 from gradsync_fx.controls import TRACED
-from gradsync_fx.errors import CaptureError
 from gradsync_fx.observed import (
     HostCall,
     const,
@@ -42,6 +41,7 @@ from gradsync_fx.observed import (
     pending_grad,
     reach,
     real_tensors,
+    refuse,
     set_grad,
     variable_of,
 )
@@ -201,7 +201,8 @@ def _weigh(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     (weight,) = args
     seen.weights += 1
     if seen.weights > 1:
-        raise CaptureError(
+        refuse(
+            tx,
             "micro_batch_weight",
             seen="it is called twice in one call of the step",
             wanted="one call, with the weight of the whole micro-batch",
@@ -217,14 +218,24 @@ def _weigh(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     return const(None)
 
 
-def _refuse_scaler(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    raise CaptureError(
-        f"{type(owner.value).__name__}",
-        seen="a gradient scaler in the step: its check for infinities decides on the host, in the middle of the update",
-        wanted="a step without GradScaler",
-        fix="train in bfloat16 (torch.autocast(..., dtype=torch.bfloat16)), which needs no scaler, build the scaler "
-        "with enabled=False, or scale the loss by a constant and pass skip_nonfinite=True",
-    )
+def _scaler(name: str) -> Callable[..., Any]:
+    def answer(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        if owner.value.is_enabled():
+            refuse(
+                tx,
+                f"{type(owner.value).__name__}.{name}",
+                seen="a gradient scaler: its check for infinities decides on the host, in the middle of the update",
+                wanted="a step without GradScaler",
+                fix="train in bfloat16 (torch.autocast(..., dtype=torch.bfloat16)), which needs no scaler; or scale "
+                "the loss by a constant and pass skip_nonfinite=True; GradScaler(enabled=False) may stay",
+            )
+        if name == "scale":
+            return args[0]
+        if name == "step":
+            return args[0].var_getattr(tx, "step").call_function(tx, args[1:], kwargs)
+        return const(None)
+
+    return answer
 
 
 def _end(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -252,8 +263,8 @@ _ANSWERS: list[tuple[type, tuple[str, ...], Callable[..., Any]]] = [
     (LRScheduler, ("step",), _scheduler_step),
     (type(TRACED), ("weigh",), _weigh),
     (type(TRACED), ("end",), _end),
+    *((GradScaler, (name,), _scaler(name)) for name in ("scale", "unscale_", "step", "update")),
 ]
-_SCALING = ("scale", "unscale_", "step", "update")
 _plain_getattr = UserDefinedObjectVariable.var_getattr
 
 
@@ -265,6 +276,4 @@ def var_getattr(self: Any, tx: Any, name: str) -> Any:
     for owner, attributes, answer in _ANSWERS:
         if name in attributes and isinstance(value, owner):
             return _Call(self, answer)
-    if isinstance(value, GradScaler) and name in _SCALING and value.is_enabled():
-        return _Call(self, _refuse_scaler)
     return _plain_getattr(self, tx, name)

@@ -125,8 +125,13 @@ class _Scoped:
         self._torchdynamo_orig_backend = callback._torchdynamo_orig_backend
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with compiling(self._rank_timeout), intercepting(self._demand.parameters):
-            return self._callback(*args, **kwargs)
+        with compiling(self._rank_timeout), intercepting(self._demand.parameters) as seen:
+            try:
+                return self._callback(*args, **kwargs)
+            except Exception:
+                if seen.refusal is not None:
+                    raise seen.refusal from None
+                raise
 
 
 def _functional(

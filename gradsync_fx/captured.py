@@ -26,7 +26,7 @@ from gradsync_fx.planning import (
 )
 from gradsync_fx.presence import compiling
 from gradsync_fx.program import Kind, Program
-from gradsync_fx.regions import check_no_feedback, find_regions
+from gradsync_fx.regions import check_weights, find_regions
 from gradsync_fx.updates import Binding
 
 
@@ -87,10 +87,9 @@ class CapturedStep:
                 wanted="one call of gradsync_fx.micro_batch_weight(w) in the step",
                 fix="call it with the number of tokens (or samples) of the micro-batch, in every branch of the step",
             )
-        if finite:
-            check_no_feedback(self.capture.step, self.regions)
         if not weighted and not finite:
             return None
+        check_weights(self.capture.step, self.regions)
         return Weighing(weighted, finite, divides=self.options.reduction != "sum")
 
     @property

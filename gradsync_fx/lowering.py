@@ -11,6 +11,7 @@ from gradsync_fx._torch import (
     TracingContext,
     compile_fx_inner,
     inductor_config,
+    inductor_globals,
     inductor_joint_passes,
     list_mode_options,
     lookup_backend,
@@ -54,7 +55,12 @@ def _inductor(program: Program, fake_mode: Any, options: Options) -> Compiled:
     inputs = program.inputs()
     # A fresh context: strides that another program left in it would be taken for this one's. Inductor's passes make
     # tensors of their own, as if called by AOTAutograd: with the fake mode in force.
-    with fake_mode, tracing(TracingContext(fake_mode)), inductor_config.patch(patches):
+    with (
+        fake_mode,
+        tracing(TracingContext(fake_mode)),
+        inductor_globals.set_fake_mode(fake_mode),
+        inductor_config.patch(patches),
+    ):
         module = inductor_joint_passes(module)
         (out,) = module.graph.find_nodes(op="output")
         visible = [i for i, v in enumerate(output_values(module)) if isinstance(v, torch.fx.Node)]

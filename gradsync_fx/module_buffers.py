@@ -17,11 +17,14 @@ class ModuleBuffers:
 
     def __init__(self) -> None:
         self.fetched: dict[str, torch.Tensor] = {}
+        self._here: dict[str, torch.Tensor] = {}
+        self._restored: dict[str, torch.Tensor] = {}
         self._waiting = False
 
     def first(self, captured: CapturedStep) -> None:
         """All ranks make their first capture: the one time that rank 0's buffers come at once."""
         group, buffers = captured.setting.group, captured.capture.buffers
+        self._here = buffers if group is not None else {}
         if group is not None and captured.setting.broadcast_buffers != "never" and buffers:
             broadcast(group, list(buffers.values()))
         if self._follows(captured):
@@ -29,6 +32,9 @@ class ModuleBuffers:
 
     def before(self, captured: CapturedStep, *, opens: bool) -> None:
         """Ahead of a micro-step; `opens`: it is the first of its window."""
+        for name, value in self._restored.items():
+            captured.capture.buffers[name].copy_(value)
+        self._restored = {}
         self.keep_company(captured)
         if opens and self._waiting:
             for name, value in self.fetched.items():
@@ -50,8 +56,16 @@ class ModuleBuffers:
             broadcast(group, [self.fetched[name] for name in captured.capture.buffers])
             self._waiting = True
 
-    def restore(self, fetched: dict[str, torch.Tensor], waiting: bool) -> None:
-        self.fetched, self._waiting = dict(fetched), waiting
+    def own(self) -> dict[str, torch.Tensor]:
+        """This rank's buffers as they are: inside a window they differ between ranks, and a model's checkpoint that
+        all ranks write together holds one rank's."""
+        return self._here
+
+    def restore(
+        self, fetched: dict[str, torch.Tensor], waiting: bool, own: dict[str, torch.Tensor]
+    ) -> None:
+        """Takes saved values; this rank's own buffers go in place at the next call, after any loading of the model."""
+        self.fetched, self._waiting, self._restored = dict(fetched), waiting, dict(own)
 
     @property
     def waiting(self) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -15,6 +16,9 @@ from torch.optim import Optimizer
 
 from gradsync_fx._torch import ConstantVariable, GradModeVariable
 from gradsync_fx.errors import CaptureError
+
+
+OWN = os.path.join(os.path.dirname(__file__), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,7 @@ class Observed:
     variables: dict[int, Any] = field(default_factory=dict)
     chain: Any = None
     graph: Any = None
+    refusal: CaptureError | None = None
 
     def leaf_index(self, leaf: torch.Tensor) -> int:
         for i, known in enumerate(self.leaves):
@@ -103,6 +108,17 @@ def observing(demanded: tuple[torch.Tensor, ...]) -> Iterator[Observed]:
         _current.value = before
 
 
+def refuse(tx: Any, culprit: str, *, seen: str, wanted: str, fix: str) -> NoReturn:
+    """Ends the trace. Dynamo would hand on the text only: the error itself is kept for whoever began the trace."""
+    frame = tx.frame_summary()
+    while frame.filename.startswith(OWN) and getattr(tx, "parent", None) is not None:
+        tx = tx.parent
+        frame = tx.frame_summary()
+    where = f"{culprit}, at {frame.filename}:{frame.lineno}"
+    observed().refusal = CaptureError(where, seen=seen, wanted=wanted, fix=fix)
+    raise CaptureError(where, seen=seen)
+
+
 def const(value: object) -> Any:
     return ConstantVariable.create(value)
 
@@ -149,7 +165,8 @@ def reach(tx: Any, parameter: torch.Tensor) -> Any:
                 for part in name.split("."):
                     var = var.var_getattr(tx, part)
                 return var.realize()
-    raise CaptureError(
+    refuse(
+        tx,
         f"a parameter of shape {tuple(parameter.shape)}",
         seen="it received a gradient elsewhere in this window, and no module of this step holds it",
         wanted="one module that holds all parameters of the step's branches",

@@ -64,7 +64,7 @@ def find_setting(capture: Capture, options: Options) -> Setting:
 
 def _wire(ddp: DistributedDataParallel) -> torch.dtype | None:
     """The dtype of DDP's stock compression hook, if it has one; any other hook is refused."""
-    for _, hook in getattr(ddp, "_comm_hooks", []):
+    for hook, _ in getattr(ddp, "_comm_hooks", []):
         if hook is default_hooks.bf16_compress_hook:
             return torch.bfloat16
         if hook is default_hooks.fp16_compress_hook:

@@ -1,4 +1,4 @@
-"""Ranks that compile say so, where everyone can read it: others wait for them longer than for a rank that is gone."""
+"""What ranks write where everyone can read it: that they compile (others then wait longer), that they gave up waiting."""
 
 from __future__ import annotations
 
@@ -35,3 +35,14 @@ def someone_compiles() -> bool:
         store.check([_key(rank)]) and store.get(_key(rank)) == b"yes"
         for rank in range(dist.get_world_size())
     )
+
+
+def give_up(group: str, where: str) -> None:
+    """This rank waits no longer: whoever comes later must not start what it will not finish."""
+    default_store().set(f"gradsync_fx/gave_up/{group}", f"rank {dist.get_rank()}: {where}")
+
+
+def who_gave_up(group: str) -> str | None:
+    """What the rank said that gave up, or None."""
+    store, key = default_store(), f"gradsync_fx/gave_up/{group}"
+    return store.get(key).decode() if store.check([key]) else None

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from gradsync_fx._torch import all_gather_single
 from gradsync_fx.errors import RanksDisagreeError, ReplicaMismatchError
-from gradsync_fx.presence import someone_compiles
+from gradsync_fx.presence import give_up, someone_compiles, who_gave_up
 
 
 ACCUMULATE, BOUNDARY, FLUSH = 0, 1, 2
@@ -100,22 +100,25 @@ class Line:
         return everyone.view(world, len(values)).tolist()
 
     def _wait(self, work: dist.Work, where: str) -> None:
-        if self.timeout is None:
+        if self.timeout is None or self.group is None:
             work.wait()
             return
-        end = time.monotonic() + self.timeout
+        name, end = self.group.group_name, time.monotonic() + self.timeout
         while True:
             left = timedelta(seconds=end - time.monotonic())
             try:
                 work.wait(min(max(left, timedelta(milliseconds=1)), PATIENCE))
-                return
+                break
             except RuntimeError as failure:
-                if work.is_completed() and not work.is_success():
-                    raise _gone(self.timeout, where, "a rank broke the connection") from failure
                 if someone_compiles():
                     end = time.monotonic() + self.timeout
-                elif time.monotonic() >= end:
-                    raise _gone(self.timeout, where, "not all of them came") from failure
+                elif time.monotonic() >= end or work.is_completed():
+                    give_up(name, where)
+                    waited = f"not all came within {self.timeout:g} s, and none was compiling"
+                    raise _gone(f"{waited}; {where}") from failure
+        early = who_gave_up(name)
+        if early is not None:
+            raise _gone(f"{early}, when it gave up waiting for this one; {where}")
 
     def names(self, mine: Sequence[str]) -> list[str]:
         """All names of all ranks, sorted."""
@@ -135,7 +138,7 @@ class Line:
         """Every rank's position. Raises `RanksDisagreeError`, on every rank, when windows differ."""
         fixed = [mine.kind, mine.runs, mine.k, mine.pending, mine.closing, mine.optimizer_step]
         numbers = [*fixed, mine.layout, mine.discards, *mine.weights]
-        where = f"this rank is at micro-step {mine.pending}/{mine.k or '?'} of update {mine.optimizer_step + 1}"
+        where = f"rank {_rank(self.group)} is at micro-step {mine.pending}/{mine.k or '?'} of update {mine.optimizer_step + 1}"
         rows = self.gather(numbers, where=where)
         everyone = [Position(*(int(v) for v in row[:8]), tuple(row[8:])) for row in rows]
         if self.group is not None:
@@ -165,10 +168,10 @@ def check_same_layout(meeting: Meeting) -> None:
         raise _disagree(meeting.ranks, "the gradients", lambda p: f"bucket layout {p.layout:#x}")
 
 
-def _gone(timeout: float, where: str, seen: str) -> RanksDisagreeError:
+def _gone(seen: str) -> RanksDisagreeError:
     return RanksDisagreeError(
         "the other ranks",
-        seen=f"{seen} within {timeout:g} s, and none was compiling; {where}",
+        seen=seen,
         wanted="all ranks at the boundary within rank_timeout",
         fix="see whether a rank raised, ended, or made fewer calls (step.flush() is for a rank whose data ended); the "
         "process group cannot be used further: restart from the last saved state",
@@ -192,11 +195,15 @@ def _disagree(
     )
 
 
+def _rank(group: ProcessGroup | None) -> int:
+    return 0 if group is None else dist.get_rank(group)
+
+
 def _device(group: ProcessGroup) -> torch.device:
     return torch.device("cpu") if "gloo" in dist.get_backend(group) else torch.device("cuda")
 
 
-FIRST = "this rank is at its first call"
+FIRST = "at its first call"
 
 
 def check_replicas(line: Line, tensors: dict[str, torch.Tensor]) -> None:

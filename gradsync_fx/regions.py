@@ -194,26 +194,32 @@ def _data_read(
     return tuple(s.key for holder, s in kinds.items() if holder in seen and s.kind is Kind.DATA)
 
 
-def check_no_feedback(step: Step, regions: Regions) -> None:
-    """Raises `CaptureError` where a loss or a gradient depends on an update of the same call.
+def check_weights(step: Step, regions: Regions) -> None:
+    """Raises `CaptureError` where a weight is no single number, or is not known before the gradients are used.
 
-    Then whether the micro-step is finite is known only after an update that would have had to know it.
+    That is where the weight, a loss or a gradient depends on an update of the same call: whether the micro-step counts
+    would be known only after an update that had to know it.
     """
     stops = {m for markers in regions.gradients.values() for m in markers} | set(regions.updates)
-    graph = step.module.graph
-    losses = [
-        argument(n, 1)
-        for n in graph.find_nodes(op="call_function", target=ops.NOTE)
-        if n.args[2] == ops.Role.LOSS
-    ]
+    notes = step.module.graph.find_nodes(op="call_function", target=ops.NOTE)
+    weights = [argument(n, 1) for n in notes if argument(n, 2) == ops.Role.WEIGHT]
+    for weight in weights:
+        if weight.meta["val"].numel() != 1:
+            raise CaptureError(
+                f"micro_batch_weight, at {ops.user_line(weight)}",
+                seen=f"a weight of shape {tuple(weight.meta['val'].shape)}",
+                wanted="a number, or a tensor of one element",
+                fix="sum it up: micro_batch_weight(mask.sum())",
+            )
+    losses = [argument(n, 1) for n in notes if argument(n, 2) == ops.Role.LOSS]
     cuts = [argument(m, 0) for markers in regions.gradients.values() for m in markers]
-    for value in [*losses, *cuts]:
+    for value in [*weights, *losses, *cuts]:
         if _nearest(value, frozenset(stops)):
             raise CaptureError(
-                f"skip_nonfinite, at {ops.user_line(value)}",
-                seen="a loss that depends on an update made earlier in the same call",
+                f"weights of micro-steps, at {ops.user_line(value)}",
+                seen="a weight, a loss or a gradient that depends on an update (or a reduced gradient) of the same call",
                 wanted="one update, after all losses of the step",
-                fix="make a step of each part, or leave skip_nonfinite out",
+                fix='make a step of each part, or leave out skip_nonfinite and reduction="weighted"',
             )
 
 

@@ -19,6 +19,7 @@ def save(executor: Executor) -> dict[str, Any]:
         held.sums,
         list(held.weights.values()),
         list(held.in_window),
+        executor.buffers.own(),
         executor.buffers.fetched,
         executor.buffers.waiting,
     )
@@ -41,7 +42,7 @@ def load(executor: Executor, given: Any) -> None:
         if part in held.weights:
             held.weights[part] = weight.clone().to(held.weights[part].device)
     held.in_window = dict.fromkeys(saved.in_window)
-    executor.buffers.restore(saved.buffers, saved.buffers_wait)
+    executor.buffers.restore(saved.buffers, saved.buffers_wait, saved.own_buffers)
     executor.window, executor.sync_gradients = saved.window, False
     executor.saved = saved.window
 

@@ -26,6 +26,7 @@ class Saved:
     sums: dict[str, torch.Tensor]
     weights: list[torch.Tensor]
     in_window: list[str]
+    own_buffers: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
     buffers_wait: bool
 
@@ -40,6 +41,7 @@ def pack(saved: Saved, steps: list[int], rank: int, world: int) -> dict[str, Any
         "accumulators": {name: t.clone() for name, t in saved.sums.items()},
         "weights": torch.tensor([float(w) for w in saved.weights], dtype=torch.float64),
         "in_window": {name: int(name in saved.in_window) for name in saved.sums},
+        "buffers": {name: t.clone() for name, t in saved.own_buffers.items()},
     }
     return {
         "format": FORMAT,
@@ -101,6 +103,7 @@ def unpack(given: Any, steps: list[int], rank: int, world: int) -> Saved:
         dict(mine["accumulators"]),
         list(mine["weights"]),
         [name for name, flag in mine["in_window"].items() if flag],
+        dict(mine["buffers"]) if f"rank{rank}" in given else {},
         dict(given["buffers"]),
         bool(given["buffers_wait"]),
     )

@@ -23,7 +23,13 @@ import gradsync_fx
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-EXAMPLES = ("train_text.py", "train_digits.py", "finetune_bert.py")
+EXAMPLES = (
+    "train_text.py",
+    "train_digits.py",
+    "finetune_bert.py",
+    "token_weighted.py",
+    "resume_mid_window.py",
+)
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 TABLE = re.compile(r"(?<=<!-- layout -->\n).*?(?=<!-- end of layout -->)", re.DOTALL)
 # A block of Python and, where a block of text comes right after it, what it prints.
@@ -96,6 +102,8 @@ def check(name: str, printed: str) -> None:
         "train_text.py": r"gradient bytes",
         "train_digits.py": r"epoch 2: loss \d\.\d+, ",
         "finetune_bert.py": r"epoch 1: loss \d\.\d+, ",
+        "token_weighted.py": r'reduction="mean": \d',
+        "resume_mid_window.py": r"after call 12: bitwise",
     }
     assert len(re.findall(last[name], printed)) == 1, printed
     if name == "train_text.py":

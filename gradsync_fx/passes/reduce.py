@@ -45,12 +45,9 @@ def reduce_window(draft: Draft, plan: Plan) -> None:
         for bucket, values in terms.items()
     }
     weights = {part: with_this_call(draft, plan, part, w) for part, w in weights.items()}
-    if not plan.sync_each_batch and terms:
-        sums, weights = reduce_all(draft, plan, sums, weights)
-    for bucket, values in sums.items():
-        weight = weights.get(bucket.part)
-        _install(draft, plan, bucket, _divide(draft, plan, bucket, values, weight))
-        _reduce_later_gradients(draft, plan, bucket, weight)
+    weights = _hand_on(draft, plan, sums, weights)
+    for bucket in sums:
+        _reduce_later_gradients(draft, plan, bucket, weights.get(bucket.part))
 
 
 def reduce_sums(draft: Draft, plan: Plan) -> None:
@@ -62,11 +59,28 @@ def reduce_sums(draft: Draft, plan: Plan) -> None:
     weights = {
         b.part: running_weight(draft, plan, b.part) for b in sums if plan.weighing is not None
     }
+    _hand_on(draft, plan, sums, weights)
+
+
+def _hand_on(
+    draft: Draft, plan: Plan, sums: dict[Bucket, list[Node]], weights: dict[int, Node]
+) -> dict[int, Node]:
+    """Sums, reduced and divided, to whoever reads the gradients. Returns the reduced weights."""
+
+    def divided() -> dict[Bucket, list[Node]]:
+        return {b: _divide(draft, plan, b, v, weights.get(b.part)) for b, v in sums.items()}
+
+    # float16 ends at 65504: what is known beforehand is divided out ahead of the wire.
+    ahead = plan.wire_dtype is torch.float16 and not (plan.weighing and plan.weighing.divides)
+    if ahead:
+        sums = divided()
     if not plan.sync_each_batch and sums:
         sums, weights = reduce_all(draft, plan, sums, weights)
+    if not ahead:
+        sums = divided()
     for bucket, values in sums.items():
-        divided = _divide(draft, plan, bucket, values, weights.get(bucket.part))
-        _install(draft, plan, bucket, divided)
+        _install(draft, plan, bucket, values)
+    return weights
 
 
 def _divide(
