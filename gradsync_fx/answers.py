@@ -210,9 +210,7 @@ def _weigh(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         )
     with no_grad(tx):
         if not isinstance(weight, TensorVariable):
-            weight = _call(
-                tx, torch.full, TupleVariable([]), weight, dtype=const(torch.float64)
-            )
+            weight = _call(tx, torch.full, TupleVariable([]), weight, dtype=const(torch.float64))
         weight = weight.call_method(tx, "detach", [], {})
         note(tx, weight, Role.WEIGHT)
     return const(None)

@@ -164,7 +164,10 @@ class _Finder:
         """The last call of this window, traced with a gradient for each of these parameters; None without a call."""
         if self._last is None:
             return None
-        self._demand.key, self._demand.parameters = repr(list(parameters)), tuple(parameters.values())
+        self._demand.key, self._demand.parameters = (
+            repr(list(parameters)),
+            tuple(parameters.values()),
+        )
         try:
             return self.capture_of(*self._last)
         finally:

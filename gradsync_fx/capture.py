@@ -253,9 +253,7 @@ def _readable(source: str) -> str:
     return ".".join(w for w in words if w not in ("_modules", "_parameters", "_buffers")) or source
 
 
-def _check(
-    step: Step, seen: Observed, parameters: dict[str, torch.Tensor], manual: bool
-) -> None:
+def _check(step: Step, seen: Observed, parameters: dict[str, torch.Tensor], manual: bool) -> None:
     if not step.leaves:
         raise NoGradientError(
             "the step",

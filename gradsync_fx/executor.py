@@ -3,10 +3,10 @@
 An accumulate call runs one program and speaks to nobody. A window closes in a call, in a slot without data (skip) or
 after the data (flush); in all three the ranks tell each other where they stand, and then each of them
 
-    runs the boundary program (or the tail program, without data)      if all ranks have the same gradients to reduce and
-                                                                       something was certainly summed
-    runs the accumulate program, then the tail for the union of what   otherwise: branches that differ, or weights that
-    the ranks' windows hold, or makes no update if that is nothing     may all be zero
+    runs the boundary program (or the tail program, without data)     if all ranks have the same gradients to reduce
+                                                                      and something was certainly summed
+    runs the accumulate program, then the tail for the union of what  otherwise: branches that differ, or weights that
+    the ranks' windows hold, or makes no update if that is nothing    may all be zero
 """
 
 from __future__ import annotations
@@ -340,8 +340,7 @@ def _nothing_captured(what: str) -> WindowError:
 def _no_common_tail(ranks: list[int]) -> WindowError:
     return WindowError(
         f"the window of ranks {ranks}",
-        seen="the ranks' micro-steps gave gradients to different parameters, and these ranks have no way to update them "
-        "all",
+        seen="the ranks' micro-steps gave gradients to different parameters, and these ranks cannot update all of them",
         wanted="one set of parameters in a window, or steps that can be captured for the union",
         fix="call step.prepare(...) once for each branch of the step on every rank before training",
     )

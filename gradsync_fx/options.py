@@ -105,12 +105,14 @@ class Options:
 
 
 def check_steps(given: object) -> None:
-    """Raises `OptionError` unless given an integer of at least 1, "manual", or a mapping from optimizers to integers."""
+    """Raises `OptionError` unless given an integer of at least 1, "manual", or a mapping from optimizers to those."""
     name = "gradient_accumulation_steps"
     if isinstance(given, Mapping):
         for optimizer, k in given.items():
             if not isinstance(optimizer, Optimizer) or not _is_count(k):
-                raise _bad(name, {optimizer: k}, "a mapping from optimizers to integers of at least 1")
+                raise _bad(
+                    name, {optimizer: k}, "a mapping from optimizers to integers of at least 1"
+                )
         if given:
             return
     if given != MANUAL and not _is_count(given):

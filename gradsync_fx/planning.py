@@ -95,7 +95,9 @@ def find_parts(
     for leaf in regions.leaves:
         part = owner.get(id(capture.step.leaves[leaf].parameter), -1)
         if part < 0:
-            raise _unmapped(f"parameter {capture.step.leaves[leaf].name!r}", "none of them holds it")
+            raise _unmapped(
+                f"parameter {capture.step.leaves[leaf].name!r}", "none of them holds it"
+            )
         leaves[leaf] = part
     updates: dict[Node, int] = {}
     for update in regions.updates:
@@ -121,7 +123,9 @@ def _unmapped(culprit: str, seen: str) -> OptionError:
 def _entangled(capture: Capture, update: Node, cut: Node) -> CaptureError:
     optimizer = type(capture.optimizers[int(argument(update, 0))]).__name__
     name = (
-        repr(capture.step.leaves[int(argument(cut, 1))].name) if cut.target is LEAF_GRAD else "another"
+        repr(capture.step.leaves[int(argument(cut, 1))].name)
+        if cut.target is LEAF_GRAD
+        else "another"
     )
     return CaptureError(
         f"{optimizer}, at {user_line(update)}",

@@ -1,4 +1,4 @@
-"""What ranks write where everyone can read it: that they compile (others then wait longer), that they gave up waiting."""
+"""What ranks write where all can read it: that they compile (others then wait longer), that they gave up waiting."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def someone_compiles() -> bool:
 
 def give_up(group: str, where: str) -> None:
     """This rank waits no longer: whoever comes later must not start what it will not finish."""
-    default_store().set(f"gradsync_fx/gave_up/{group}", f"rank {dist.get_rank()}: {where}")
+    default_store().set(f"gradsync_fx/gave_up/{group}", where)
 
 
 def who_gave_up(group: str) -> str | None:

@@ -21,17 +21,19 @@ from gradsync_fx.presence import give_up, someone_compiles, who_gave_up
 
 
 ACCUMULATE, BOUNDARY, FLUSH = 0, 1, 2
-PATIENCE = timedelta(seconds=1)  # how often a rank that waits looks whether the others still compile
+PATIENCE = timedelta(
+    seconds=1
+)  # how often a rank that waits looks whether the others still compile
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
     """What one rank says when ranks meet.
 
-    kind: of its call. runs: whether it has data for it. k: 0 where the step decides. pending: micro-steps of the window, this call included. closing:
-    the parts that the call closes, as bits. layout: of its buckets; 0 where no one layout holds the window's
-    gradients. weights: of each part's terms on this rank; where weights are known only when a micro-step has run,
-    without this call's.
+    kind: of its call. runs: whether it has data for it. k: 0 where the step decides. pending: micro-steps of the
+    window, this call included. closing: the parts that the call closes, as bits. layout: of its buckets; 0 where no
+    one layout holds the window's gradients. weights: of each part's terms on this rank; where weights are known only
+    when a micro-step has run, without this call's.
     """
 
     kind: int
@@ -105,9 +107,8 @@ class Line:
             return
         name, end = self.group.group_name, time.monotonic() + self.timeout
         while True:
-            left = timedelta(seconds=end - time.monotonic())
             try:
-                work.wait(min(max(left, timedelta(milliseconds=1)), PATIENCE))
+                work.wait(timedelta(seconds=min(1.0, self.timeout / 10)))
                 break
             except RuntimeError as failure:
                 if someone_compiles():
@@ -138,12 +139,18 @@ class Line:
         """Every rank's position. Raises `RanksDisagreeError`, on every rank, when windows differ."""
         fixed = [mine.kind, mine.runs, mine.k, mine.pending, mine.closing, mine.optimizer_step]
         numbers = [*fixed, mine.layout, mine.discards, *mine.weights]
-        where = f"rank {_rank(self.group)} is at micro-step {mine.pending}/{mine.k or '?'} of update {mine.optimizer_step + 1}"
+        place = f"micro-step {mine.pending}/{mine.k or '?'} of update {mine.optimizer_step + 1}"
+        where = f"rank {_rank(self.group)} is at {place}"
         rows = self.gather(numbers, where=where)
-        everyone = [Position(*(int(v) for v in row[:8]), tuple(row[8:])) for row in rows]
+        everyone = [_position(row) for row in rows]
         if self.group is not None:
             _check(everyone)
         return Meeting(everyone)
+
+
+def _position(row: list[float]) -> Position:
+    kind, runs, k, pending, closing, update, layout, discards = (int(v) for v in row[:8])
+    return Position(kind, runs, k, pending, closing, update, layout, discards, tuple(row[8:]))
 
 
 def _check(everyone: list[Position]) -> None:

@@ -217,7 +217,7 @@ def check_weights(step: Step, regions: Regions) -> None:
         if _nearest(value, frozenset(stops)):
             raise CaptureError(
                 f"weights of micro-steps, at {ops.user_line(value)}",
-                seen="a weight, a loss or a gradient that depends on an update (or a reduced gradient) of the same call",
+                seen="a weight, a loss or a gradient that depends on an update or a reduced gradient of the same call",
                 wanted="one update, after all losses of the step",
                 fix='make a step of each part, or leave out skip_nonfinite and reduction="weighted"',
             )

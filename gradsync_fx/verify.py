@@ -43,7 +43,9 @@ def verify(program: Program, plan: Plan) -> None:
     )
     found = sum(1 for n in nodes if ops.is_collective(n))
     if not plan.closing:
-        _check_accumulate(program, written, found, stays + inserted + bool(plan.weighing and inserted))
+        _check_accumulate(
+            program, written, found, stays + inserted + bool(plan.weighing and inserted)
+        )
     wanted = {plan.step.leaves[leaf].name for b in plan.closing_buckets() for leaf in b.leaves}
     missing = wanted - {s.key for s in written if s.kind is Kind.ACCUMULATOR}
     if missing:

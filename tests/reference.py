@@ -77,17 +77,18 @@ def accumulation(
     *,
     before: Hook | None = None,
     after: Hook | None = None,
+    quiet: bool = True,
 ) -> Run:
     """The loop that everybody writes: loss / k, backward, and after k of them one update.
 
     before, after: called round the update, for clipping and schedulers. Under DDP, `no_sync` round forward and
-    backward of every micro-step but a window's last.
+    backward of every micro-step but a window's last, unless not `quiet`.
     """
     run = Run()
     for window in windows:
         for i, batch in enumerate(window):
             last = i + 1 == len(window)
-            alone = isinstance(model, DistributedDataParallel) and not last
+            alone = isinstance(model, DistributedDataParallel) and not last and quiet
             with model.no_sync() if alone else nullcontext():  # type: ignore[operator]
                 loss = loss_of(model, *batch)
                 (loss / len(window)).backward()

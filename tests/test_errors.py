@@ -24,7 +24,7 @@ from gradsync_fx.verify import verify
 from tests.drive import plain_step, quick
 from tests.models import mlp
 from tests.optimizers import sgd
-from tests.reference import mse
+from tests.reference import mse, regression
 from tests.refusals import refused
 
 
@@ -274,3 +274,31 @@ def test_a_program_that_breaks_its_specification() -> None:
     with pytest.raises(VerificationError, match="accumulate program") as caught:
         verify(draft.finish(), captured.plan)
     assert "marker" in caught.value.seen
+
+
+def test_a_gradient_scaler() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step_with(scaler: torch.amp.GradScaler) -> Any:
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            loss = mse(model, x, y)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            return loss
+
+        return quick(step, 2)
+
+    (batch,) = regression(1, 1)[0]
+    error = refused(
+        gradsync_fx.CaptureError, "GradScaler.scale", step_with(torch.amp.GradScaler("cpu")), *batch
+    )
+    assert "test_errors.py" in error.culprit
+    assert "bfloat16" in error.fix
+    off = step_with(torch.amp.GradScaler("cpu", enabled=False))
+    for _ in range(2):
+        off(*batch)
+    assert off.optimizer_step == 1

@@ -23,7 +23,9 @@ def test_256_and_1_are_257(dtype: torch.dtype, accumulator: torch.dtype | None) 
     """In bfloat16 they are 256."""
     model = Lin().to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    step = quick(step_of(lambda model, x: model(x)), 3, reduction="sum", accumulator_dtype=accumulator)
+    step = quick(
+        step_of(lambda model, x: model(x)), 3, reduction="sum", accumulator_dtype=accumulator
+    )
     step(model, optimizer, torch.tensor(256.0, dtype=dtype))
     step(model, optimizer, torch.tensor(1.0, dtype=dtype))
     (held,) = step.gradients().values()
@@ -84,10 +86,8 @@ def test_the_wire_rounds_the_sum_once(ranks: Ranks, wire: torch.dtype) -> None:
     """Rank sums of 257 and 3: the sums are rounded for the wire, not their terms."""
     for weight, sums in ranks(precision.on_the_wire, wire):
         local = torch.tensor([256.0 + 1.0, 3.0])
-        if wire is torch.float16:  # divided ahead of the wire, whose range is narrow
-            wanted = (local / 4).to(wire).sum().float()
-        else:
-            wanted = local.to(wire).sum().float() / 4
+        ahead = 4 if wire is torch.float16 else 1  # divided ahead of a wire whose range is narrow
+        wanted = (local / ahead).to(wire).sum().float() / (4 / ahead)
         assert weight == -wanted.item()
         assert sums == {"w": torch.float32}
 

@@ -74,12 +74,13 @@ def test_settings_of_ddp_that_are_not_needed(ranks: Ranks, flag: str) -> None:
     [
         ("plain", "default"), ("plain", "never"),
         ("ddp", "default"), ("ddp", "off"), ("ddp", "window_start"), ("ddp", "never"),
+        ("ddp", "every"), ("plain", "every"),
     ],
 )  # fmt: skip
 def test_batch_statistics(ranks: Ranks, wrap: str, setting: str) -> None:
     """Buffers as eager DDP has them: rank 0's at the start of a window, or each rank's own.
 
-    "off" is DDP's own setting, "window_start" and "never" are ours.
+    "off" is DDP's own setting, "window_start", "never" and "every" are ours.
     """
     both = ranks(windows.buffers, wrap, setting, 3)
     for found in both:
@@ -87,6 +88,14 @@ def test_batch_statistics(ranks: Ranks, wrap: str, setting: str) -> None:
     parameters = [n for n in both[0]["ours"].updates[0] if not n.startswith("norm.running")]
     for mine, other in zip(both[0]["ours"].updates, both[1]["ours"].updates, strict=True):
         assert all(torch.equal(mine[name], other[name]) for name in parameters)
+
+
+def test_buffers_at_every_call_and_data_that_ends_early(ranks: Ranks) -> None:
+    first, second = ranks(windows.buffers_of_a_rank_that_ends_early)
+    assert first["updates"] == second["updates"] == 3
+    for name, tensor in first["state"].items():
+        if "running" not in name and "batches" not in name:
+            assert torch.equal(tensor, second["state"][name]), name
 
 
 def test_a_bypassed_wrapper_reduces_all_the_same(ranks: Ranks) -> None:

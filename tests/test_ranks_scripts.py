@@ -1,7 +1,7 @@
 """Windows over two ranks that differ in everything they may differ in, against the truth in one process.
 
-Each case is a script for each rank (truth.py); both ranks flush at the end. Checked in all of them: parameters after every
-update equal the truth and, bit for bit, the other rank's; accumulate calls are silent; sums are zero at the end.
+Each case is a script for each rank (truth.py); both ranks flush at the end. Checked in all of them: parameters after
+every update equal the truth and, bit for bit, the other rank's; accumulate calls are silent; sums end as zeros.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ def test_a_short_window(ranks: Ranks, reduction: str, rest: int) -> None:
         slots(*range(1, 1 + rest), rows=[1, 5, 2][:rest]),
         slots(*range(9, 9 + rest), rows=[4, 2, 3][:rest]),
     ]
-    check(ranks, scripts, Rules(4, reduction), step=STEP_OF[reduction], optimizer="adamw", atol=1e-5)
+    check(
+        ranks, scripts, Rules(4, reduction), step=STEP_OF[reduction], optimizer="adamw", atol=1e-5
+    )
 
 
 def test_slots_without_data(ranks: Ranks) -> None:

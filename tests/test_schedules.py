@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler as lr
 from tests.drive import drive, plain_step, quick, step_of
 from tests.models import Lin, mlp
 from tests.optimizers import OPTIMIZERS, sgd
-from tests.reference import accumulation, assert_same, regression, twins
+from tests.reference import accumulation, assert_same, mse, regression, twins
 
 
 def warmup(optimizer: Optimizer) -> lr.LRScheduler:
@@ -106,3 +106,40 @@ def test_a_python_number_that_changes_with_every_call() -> None:
         run(torch.tensor(1.0), n)
     assert model.w.item() == -sum(range(1, 21)) / 2
     assert run.compile_count <= 4
+
+
+def test_a_scheduler_inside_the_step_steps_once_for_each_update() -> None:
+    """StepLR with gamma 0.5, k = 4, 8 micro-steps and a flush: lr 1/8, not 1/512; a metric goes to its scheduler."""
+    model = mlp()
+    optimizer = sgd(model, 1.0)
+    halving = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=100)
+    losses = []
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = mse(model, x, y)
+        loss.backward()
+        optimizer.step()
+        halving.step()
+        optimizer.zero_grad()
+        plateau.step(loss)
+        return loss
+
+    run = quick(step, 4)
+    for batch in regression(1, 9)[0]:
+        losses.append(run(*batch).item())
+    run.flush()
+    assert (halving.last_epoch, plateau.last_epoch) == (3, 3)
+    assert optimizer.param_groups[0]["lr"] == 0.125
+    assert plateau.best == min(losses[3], losses[7], losses[8])
+    assert run.compile_count == 3
+
+
+def test_counters_of_the_optimizer_count_updates() -> None:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    run = quick(plain_step, 3)
+    for batch in regression(1, 10)[0]:
+        run(model, optimizer, *batch)
+    run.flush()
+    assert {int(state["step"]) for state in optimizer.state.values()} == {4}

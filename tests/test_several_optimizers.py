@@ -35,6 +35,12 @@ def adversarial(g: nn.Module, d: nn.Module, og: Any, od: Any, x: Tensor, z: Tens
     return loss_d, loss_g
 
 
+def same_parameters(ours: Any, theirs: Any) -> None:
+    for mine, other in zip(ours, theirs, strict=True):
+        for p, q in zip(mine.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(p, q, atol=1e-6, rtol=0)
+
+
 class Sums:
     """Eager accumulation for one optimizer, by hand: nothing of one loss leaks into the other's gradients."""
 
@@ -81,8 +87,7 @@ def test_a_gan_equals_the_eager_loop(kd: int, kg: int) -> None:
         updates += closes
         assert step.sync_gradients is closes
         assert step.optimizer_step == updates
-        for mine, theirs in zip((*g.parameters(), *d.parameters()), (*g2.parameters(), *d2.parameters()), strict=True):  # fmt: skip
-            torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=0)
+        same_parameters((g, d), (g2, d2))
     # One program for each set of optimizers that update together.
     sets = {(n % kd == 0, n % kg == 0) for n in range(1, 13)}
     assert step.compile_count == len(sets)
@@ -108,8 +113,7 @@ def test_flush_closes_every_window() -> None:
     of_d.update(2.0)
     of_g.update(1.5)
     assert step.pending == 0
-    for mine, theirs in zip((*g.parameters(), *d.parameters()), (*g2.parameters(), *d2.parameters()), strict=True):  # fmt: skip
-        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=0)
+    same_parameters((g, d), (g2, d2))
 
 
 def test_a_clipping_over_both_cannot_have_two_windows() -> None:

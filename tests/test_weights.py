@@ -74,10 +74,16 @@ def test_a_window_of_zero_weight(k: int) -> None:
     model = Lin()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     step = quick(lin(), k, reduction="weighted")
+    for _ in range(k - 1):
+        step(model, optimizer, torch.tensor(2.0), torch.tensor(0.0))
     with pytest.warns(gradsync_fx.GradSyncWarning, match="zero weight"):
-        for _ in range(k):
-            step(model, optimizer, torch.tensor(2.0), torch.tensor(0.0))
-    assert (model.w.item(), step.sync_gradients, step.optimizer_step, step.pending) == (0, False, 0, 0)
+        step(model, optimizer, torch.tensor(2.0), torch.tensor(0.0))
+    assert (model.w.item(), step.sync_gradients, step.optimizer_step, step.pending) == (
+        0,
+        False,
+        0,
+        0,
+    )
     for _ in range(k):
         step(model, optimizer, torch.tensor(2.0), torch.tensor(4.0))
     assert (model.w.item(), step.sync_gradients, step.optimizer_step) == (-2.0, True, 1)
@@ -134,7 +140,10 @@ def test_a_step_with_a_weight_runs_in_eager() -> None:
 def test_micro_steps_that_are_not_finite(reduction: str, backend: str) -> None:
     bad = [False, True, False, True, True, True, False]
     script: Script = [Slot(n, 2 + n % 3, bad=b) for n, b in enumerate(bad, 1)]
-    more = {"step": "weighed" if reduction == "weighted" else "plain", "options": {"backend": backend}}
+    more = {
+        "step": "weighed" if reduction == "weighted" else "plain",
+        "options": {"backend": backend},
+    }
     found = play(0, [script], Rules(3, reduction, skip_nonfinite=True), more)
     same(found["ours"], found["truth"], 1e-6)
     assert found["steps"] == 2

@@ -5,7 +5,10 @@ An error leaves the window as it was. Steps that are refused before they begin a
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -139,3 +142,44 @@ def test_an_ordinary_run_warns_of_nothing() -> None:
             step(model, optimizer, X, Y)
         step(model, optimizer, X, Y)
         step.flush()
+
+
+def test_a_step_that_is_dropped_with_an_open_window() -> None:
+    model = mlp()
+    step = quick(plain_step, 4)
+    optimizer = sgd(model)
+    for _ in range(3):
+        step(model, optimizer, X, Y)
+    with pytest.warns(gradsync_fx.GradSyncWarning, match="plain_step ended with 3 pending"):
+        del step
+
+
+@pytest.mark.parametrize("end", ["flush", "discard", "state_dict"])
+def test_a_step_that_was_closed_or_saved_ends_quietly(end: str) -> None:
+    model = mlp()
+    optimizer = sgd(model)
+    step = quick(plain_step, 4)
+    step(model, optimizer, X, Y)
+    getattr(step, end)()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        del step
+
+
+def test_the_interpreter_ends_with_an_open_window() -> None:
+    program = (
+        "import torch, gradsync_fx\n"
+        "w = torch.nn.Parameter(torch.ones(()))\n"
+        "o = torch.optim.SGD([w], 1.0)\n"
+        "def step(x):\n"
+        "    (w * x).backward()\n"
+        "    o.step()\n"
+        "s = gradsync_fx.optimize(step, gradient_accumulation_steps=3, backend='eager')\n"
+        "s(torch.ones(()))\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120,
+        cwd=Path(__file__).parents[1],
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert "step ended with 1 pending micro-steps" in ended.stderr

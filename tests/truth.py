@@ -1,7 +1,7 @@
 """What a window means, in plain eager PyTorch: one process that has the micro-batches of all ranks.
 
-A script is what one rank does: for each slot a `Slot`, or None for a slot without data; then it flushes. Window n of all
-ranks together holds their slots n k to (n + 1) k - 1. Nothing here uses gradsync_fx.
+A script is what one rank does: for each slot a `Slot`, or None for a slot without data; then it flushes. Window n of
+all ranks together holds their slots n k to (n + 1) k - 1. Nothing here uses gradsync_fx.
 """
 
 from __future__ import annotations

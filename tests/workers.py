@@ -33,6 +33,8 @@ def serve(rank: int, store: str, pipe: Connection) -> None:
 
     torch.set_num_threads(1)
     warnings.simplefilter("error", UserWarning)
+    # Scenarios leave windows open.
+    warnings.filterwarnings("ignore", ".* ended with .* pending micro-steps")
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD,
         timeout=timedelta(seconds=PATIENCE / 2),

@@ -120,9 +120,7 @@ def _install(
             reader.replace_input_with(old, gradient)
 
 
-def _reduce_later_gradients(
-    draft: Draft, plan: Plan, bucket: Bucket, weight: Node | None
-) -> None:
+def _reduce_later_gradients(draft: Draft, plan: Plan, bucket: Bucket, weight: Node | None) -> None:
     """Gradients that are zeroed and computed again in one step (windows of one micro-step only): each by itself."""
     markers = plan.regions.gradients
     for occurrence in range(1, max(len(markers[leaf]) for leaf in bucket.leaves)):

@@ -65,9 +65,7 @@ def _weight(draft: Draft, plan: Plan) -> Node:
     with draft.after(noted):
         scalar = draft.call(_aten.reshape.default, noted, [])
         if noted.meta["val"].device != form.device:
-            return draft.call(
-                _aten._to_copy.default, scalar, dtype=form.dtype, device=form.device
-            )
+            return draft.call(_aten._to_copy.default, scalar, dtype=form.dtype, device=form.device)
         return cast(draft, scalar, form.dtype)
 
 
@@ -97,9 +95,7 @@ def _constant(draft: Draft, value: float, like: Node) -> Node:
 def gradients_of(draft: Draft, plan: Plan, buckets: Iterable[Bucket]) -> dict[Bucket, list[Node]]:
     """This call's term of each leaf, by bucket."""
     markers = plan.regions.gradients
-    return {
-        b: [argument(draft.of[markers[leaf][0]], 0) for leaf in b.leaves] for b in buckets
-    }
+    return {b: [argument(draft.of[markers[leaf][0]], 0) for leaf in b.leaves] for b in buckets}
 
 
 def weights_of(draft: Draft, plan: Plan, parts: Iterable[int]) -> dict[int, Node]:

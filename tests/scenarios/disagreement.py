@@ -96,3 +96,43 @@ def comm_hook(rank: int) -> dict[str, Any]:
     optimizer = sgd(model)
     step = quick(plain_step, 2)
     return refusal(lambda: step(model, optimizer, *data_of(rank, 1, 1)[0][0]))
+
+
+def comes_late(rank: int) -> dict[str, Any]:
+    """Rank 1 sleeps in the second window, longer than rank_timeout."""
+    model = mlp()
+    optimizer = sgd(model)
+    group = (
+        dist.new_group()
+    )  # what times out cannot be used again: not the group of the other tests
+    step = quick(plain_step, 2, rank_timeout=1.5, process_group=group)
+    data = data_of(rank, 2, 2)
+    for batch in data[0]:
+        step(model, optimizer, *batch)
+
+    def run() -> None:
+        for batch in data[1]:
+            if rank == 1:
+                time.sleep(2)
+            step(model, optimizer, *batch)
+
+    return {**refusal(run), "updates": step.optimizer_step}
+
+
+def compiles_long(rank: int) -> dict[str, Any]:
+    """Rank 1 compiles for longer than rank_timeout: the others wait."""
+
+    def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        if rank == 1:
+            time.sleep(2)
+        return module
+
+    model = mlp()
+    optimizer = sgd(model)
+    step = quick(plain_step, 2, rank_timeout=1.0, backend=backend, process_group=dist.new_group())
+
+    def run() -> None:
+        for batch in data_of(rank, 1, 4)[0]:
+            step(model, optimizer, *batch)
+
+    return {**refusal(run), "updates": step.optimizer_step}

@@ -73,8 +73,22 @@ def buffers(rank: int, wrap: str, setting: str, k: int) -> dict[str, Run]:
     reference = DistributedDataParallel(eager, broadcast_buffers=setting not in ("off", "never"))
     step = quick(step_of(classification), k, **option)
     mine = drive(step, model, sgd(model), data)
-    theirs = accumulation(reference, sgd(reference), data, classification)
+    # What we call "every" is what DDP does without `no_sync`: buffers follow rank 0 at each forward.
+    quiet = setting != "every"
+    theirs = accumulation(reference, sgd(reference), data, classification, quiet=quiet)
     return {"ours": mine, "eager": theirs}
+
+
+def buffers_of_a_rank_that_ends_early(rank: int) -> dict[str, Any]:
+    """broadcast_buffers="every" with 4 and 7 micro-steps: nobody waits for ever, and buffers are rank 0's."""
+    model = Convnet()
+    optimizer = sgd(model)
+    step = quick(step_of(classification), 3, broadcast_buffers="every")
+    data = [batch for window in images(3, 3, seed=20 + rank) for batch in window]
+    for batch in data[: 4 + 3 * rank]:
+        step(model, optimizer, *batch)
+    step.flush()
+    return {"state": model.state_dict(), "updates": step.optimizer_step}
 
 
 def inner_module(rank: int) -> list[Run]:
