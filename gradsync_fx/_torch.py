@@ -59,6 +59,7 @@ try:
     from torch._dynamo.variables.optimizer import OptimizerVariable
     from torch._dynamo.variables.tensor import TensorVariable
     from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+    from torch._functorch import config as functorch_config
     from torch._functorch.aot_autograd import aot_module_simplified
     from torch._guards import TracingContext, detect_fake_mode, tracing
     from torch._inductor import config as inductor_config
@@ -123,6 +124,7 @@ __all__ = [
     "dynamo_config",
     "dynamo_counters",
     "dynamo_optimize",
+    "functorch_config",
     "inductor_config",
     "inductor_globals",
     "inductor_joint_passes",

@@ -46,6 +46,7 @@ from gradsync_fx.observed import HostCall, Observed, observed
 from gradsync_fx.ops import UPDATE, argument
 from gradsync_fx.presence import compiling
 from gradsync_fx.program import Kind, Leaf, Slot, Step, writes
+from gradsync_fx.remat import refuse_reentrant, rematerialize, torch_pass_off
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +143,14 @@ def _functional(
     manual: bool,
 ) -> Any:
     seen = observed()
+    refuse_reentrant(module)
     sources = [
         (n.meta["grapharg"].source.name, n.meta["grapharg"].example)
         for n in module.graph.find_nodes(op="placeholder")
     ]
 
     def receive(graph: GraphModule, fakes: Any) -> Any:
+        rematerialize(graph)
         capture = _capture(graph, fakes, sources, seen, manual)
         ready: list[Callable[[list[Any]], Any]] = []
 
@@ -162,14 +165,15 @@ def _functional(
         boxed._boxed_call = True  # type: ignore[attr-defined]
         return boxed
 
-    compiled = aot_module_simplified(
-        module,
-        inputs,
-        fw_compiler=receive,  # type: ignore[arg-type]
-        inference_compiler=receive,  # type: ignore[arg-type]
-        decompositions=decompositions,
-        keep_inference_input_mutations=True,
-    )
+    with torch_pass_off():
+        compiled = aot_module_simplified(
+            module,
+            inputs,
+            fw_compiler=receive,  # type: ignore[arg-type]
+            inference_compiler=receive,  # type: ignore[arg-type]
+            decompositions=decompositions,
+            keep_inference_input_mutations=True,
+        )
     return torch.compiler.disable(compiled, reason="a compiled gradsync_fx step")
 
 

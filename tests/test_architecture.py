@@ -13,7 +13,7 @@ LAYERS = [
     ["errors"],
     ["options", "_torch"],
     ["ops", "controls", "counters", "optimizer_state", "presence", "window"],
-    ["program", "host_split", "canonicalize", "observed", "journal", "ranks"],
+    ["program", "host_split", "canonicalize", "observed", "journal", "ranks", "remat"],
     ["answers", "regions", "optimizer_trace", "state"],
     ["interception", "plan", "draft", "updates"],
     ["capture"],
