@@ -186,7 +186,38 @@ def _warn_of_pending(executor: Executor, name: str) -> None:
 
 
 def optimize(train_step: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """Gradient accumulation under data parallelism, in the compiler."""
+    """Gradient accumulation under data parallelism, in the compiler.
+
+    train_step: an ordinary training step (forward, `backward()`, `optimizer.step()`, in any form: function, closure,
+    method), without accumulation logic. Returned is an `OptimizedStep`, called like it; without `train_step`, a
+    decorator. Each call is one micro-step; every k-th call of a window is the boundary, which reduces the window's sums
+    over the ranks, once, and updates.
+
+    Keyword arguments:
+
+    gradient_accumulation_steps (1): k, the micro-steps in a window. "manual": a call that reaches `optimizer.step()` is
+        the boundary, any other accumulates. A mapping from optimizers to numbers: a window of its own for each.
+    reduction ("mean"): sum(g) / n over the n micro-steps really summed on all ranks. "sum": sum(g) over the window,
+        averaged over the ranks. "weighted": sum(w g) / sum(w), w from `micro_batch_weight` called in the step.
+    process_group (None): the ranks; by default those of a DistributedDataParallel module in the step, else the default
+        group where there is one.
+    sync_each_batch (False): reduce in every micro-step; one update for each window all the same.
+    bucket_cap_mb (25.0): MiB of gradients in one all-reduce. DDP's own setting counts where this one is not given.
+    accumulator_dtype (None): dtype of the running sums; by default float32 for parameters of lower precision, else the
+        parameter's own.
+    reduce_dtype (None): dtype on the wire; by default the accumulator's. The sum is rounded to it once.
+    broadcast_buffers ("window_start"): when rank 0's module buffers go to the others, as in DDP under `no_sync`;
+        "every" micro-step, or "never".
+    skip_nonfinite (False): a micro-step whose loss or gradients are not finite adds nothing on its rank and does not
+        count. Holds all gradients of a micro-step until they were looked at.
+    rank_timeout (None): seconds that a boundary waits for the other ranks before it raises, compilation not counted;
+        by default the group's own timeout.
+    backend ("inductor"), mode, dynamic, options (None): how programs are lowered, as in `torch.compile`. "aot_eager"
+        and "eager" run them with torch's own kernels; a callable gets (GraphModule, example inputs).
+
+    Raises `OptionError` for an unknown argument or value. The first call traces and compiles, and raises a
+    `CaptureError` that names the line where a step cannot be traced whole.
+    """
     checked = Options.of(options)
     if train_step is None:
         return lambda function: OptimizedStep(function, checked)

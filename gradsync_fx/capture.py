@@ -253,7 +253,8 @@ def _has_inner_ddp(module: nn.Module) -> bool:
 
 def _readable(source: str) -> str:
     """`L['self'].net` -> `net`: a name for people from Dynamo's expression for a value."""
-    words = re.findall(r"[A-Za-z_][A-Za-z0-9_]*|\d+", re.sub(r"^[LG]\b", "", source))
+    inner = re.sub(r"^[LG]\b|^__import_\w+(?=\.)", "", source)
+    words = re.findall(r"[A-Za-z_][A-Za-z0-9_]*|\d+", inner)
     return ".".join(w for w in words if w not in ("_modules", "_parameters", "_buffers")) or source
 
 
