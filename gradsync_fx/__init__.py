@@ -19,6 +19,7 @@ from gradsync_fx.errors import (
     VersionError,
     WindowError,
 )
+from gradsync_fx.explain import calibrate, explain
 
 
 __version__ = "0.1.0"
@@ -40,6 +41,8 @@ __all__ = [
     "VerificationError",
     "VersionError",
     "WindowError",
+    "calibrate",
+    "explain",
     "micro_batch_weight",
     "optimize",
 ]

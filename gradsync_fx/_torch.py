@@ -42,19 +42,13 @@ try:
     from torch._dynamo import config as dynamo_config
     from torch._dynamo import optimize as dynamo_optimize
     from torch._dynamo.backends.registry import lookup_backend
-    from torch._dynamo.exc import (
-        BackendCompilerFailed,
-        FailOnRecompileLimitHit,
-        InternalTorchDynamoError,
-        TorchRuntimeError,
-        Unsupported,
-    )
+    from torch._dynamo.exc import TorchDynamoException
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import ConstantSource
     from torch._dynamo.utils import counters as dynamo_counters
     from torch._dynamo.variables.base import VariableTracker
     from torch._dynamo.variables.constant import ConstantVariable
-    from torch._dynamo.variables.ctx_manager import GradModeVariable
+    from torch._dynamo.variables.ctx_manager import GradModeVariable, NullContextVariable
     from torch._dynamo.variables.lists import TupleVariable
     from torch._dynamo.variables.optimizer import OptimizerVariable
     from torch._dynamo.variables.tensor import TensorVariable
@@ -71,6 +65,7 @@ try:
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.pattern_matcher import stable_topological_sort
     from torch._inductor.virtualized import V as inductor_globals
+    from torch._logging._internal import trace_structured
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.distributed.distributed_c10d import _get_default_store as default_store
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -79,7 +74,9 @@ try:
         ShapeEnv,
         compute_unbacked_bindings,
     )
-    from torch.utils._pytree import tree_map_only
+    from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.utils._pytree import tree_leaves, tree_map_only
 except ImportError as missing:
     raise VersionError(
         f"torch {torch.__version__}",
@@ -95,24 +92,23 @@ all_gather_single = (
 )
 
 __all__ = [
+    "BatchNorm",
     "all_gather_single",
-    "BackendCompilerFailed",
     "ConstantSource",
     "ConstantVariable",
     "DimDynamic",
-    "FailOnRecompileLimitHit",
+    "FakeStore",
     "FakeTensor",
     "FakeTensorMode",
     "GradModeVariable",
     "GuardBuilder",
-    "InternalTorchDynamoError",
+    "NullContextVariable",
     "OptimizerVariable",
     "ShapeEnv",
     "TensorVariable",
-    "TorchRuntimeError",
+    "TorchDynamoException",
     "TracingContext",
     "TupleVariable",
-    "Unsupported",
     "UserDefinedObjectVariable",
     "VariableTracker",
     "aot_module_simplified",
@@ -134,6 +130,8 @@ __all__ = [
     "make_fx",
     "select_decomp_table",
     "stable_topological_sort",
+    "trace_structured",
     "tracing",
+    "tree_leaves",
     "tree_map_only",
 ]

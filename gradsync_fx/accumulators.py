@@ -6,11 +6,13 @@ from collections.abc import Collection
 
 import torch
 
+from gradsync_fx.capture import hook_error
 from gradsync_fx.captured import CapturedStep
 from gradsync_fx.errors import WindowError
+from gradsync_fx.observed import has_hooks
 from gradsync_fx.options import Options
 from gradsync_fx.planning import accumulator_dtype
-from gradsync_fx.state import foreign_state, restore
+from gradsync_fx.state import check_fits, foreign_state
 
 
 class Accumulators:
@@ -47,7 +49,20 @@ class Accumulators:
             self.sums[name] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
             self.parameters[name] = parameter
         if name in self.restored:
-            restore(name, self.sums[name], self.restored.pop(name))
+            value = self.restored.pop(name)
+            check_fits(name, self.sums[name], value)
+            self.sums[name].copy_(value)
+
+    def replace(self, saved: dict[str, torch.Tensor], captures: list[CapturedStep]) -> None:
+        """Saved sums, which were checked, in place of those here; a parameter that they do not have had no term."""
+        for total in self.sums.values():
+            total.zero_()
+        self.restored = dict(saved)
+        self._trainable.clear()
+        for captured in captures:
+            for name, parameter in captured.capture.parameters.items():
+                if name in self.restored:
+                    self._make(name, parameter, captured.options)
 
     def place_weights(self, device: torch.device) -> None:
         """Running weights beside the parameters; before the first capture their place is not known."""
@@ -80,8 +95,13 @@ class Accumulators:
         self.closed(parts)
 
     def check_trainable(self, captured: CapturedStep, where: str) -> None:
-        """Raises `WindowError` when `requires_grad` of a parameter changed since the window opened."""
+        """Raises `WindowError` when `requires_grad` of a parameter changed since the window opened.
+
+        And `CaptureError` for a gradient hook that came after the capture: it would never run.
+        """
         for name, parameter in captured.capture.parameters.items():
+            if has_hooks(parameter):
+                raise hook_error(name)
             before = self._trainable.setdefault(name, parameter.requires_grad)
             if before != parameter.requires_grad:
                 raise WindowError(

@@ -6,6 +6,7 @@ zero_grad()             `.grad` becomes None, whatever set_to_none says
 scheduler.step()        nothing in the graph: the host makes the call after each update
 micro_batch_weight(w)   a note of w
 GradScaler              refused by name; nothing, where it is not enabled
+no_sync()               nothing; remembered for the report
 ddp(x)                  ddp.module(x): the reducer never fires; its duties are taken over by the runtime
 """
 
@@ -25,6 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from gradsync_fx import ops
 from gradsync_fx._torch import (
     GuardBuilder,
+    NullContextVariable,
     TensorVariable,
     TupleVariable,
     UserDefinedObjectVariable,
@@ -34,8 +36,11 @@ from gradsync_fx._torch import (
 from gradsync_fx.controls import TRACED
 from gradsync_fx.observed import (
     HostCall,
+    NoSync,
     const,
+    has_hooks,
     is_none,
+    line_of,
     no_grad,
     observed,
     pending_grad,
@@ -87,6 +92,9 @@ def backward(
         )
     else:
         wanted = chain(tx.output.leaf_var_creation_order, tx.output.input_source_to_var.values())
+    seen = observed().in_graph(tx.output)
+    for entered in seen.no_syncs:
+        entered.late = entered.late or entered.before == seen.forwards
     leaves = self._collect_backward_inputs(wanted)
     if not leaves:
         return const(None)
@@ -117,7 +125,7 @@ def _add_gradient(tx: Any, var: Any, real: Any, grad: Any) -> None:
         grad = before.call_method(tx, "add", [grad], {})
     if isinstance(real, torch.Tensor):
         seen = observed()
-        if real._backward_hooks or getattr(real, "_post_accumulate_grad_hooks", None):
+        if has_hooks(real):
             seen.hooked.append(real)
         grad = _call(tx, ops.LEAF_GRAD, grad, const(seen.leaf_index(real)))
     set_grad(tx, var, grad)
@@ -182,18 +190,24 @@ def _scheduler_step(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]
     _guard_identity(owner)
     seen = observed().in_graph(tx.output)
     arguments: list[tuple[str, Any]] = []
+    taken = sum(kind != "constant" for call in seen.host_calls for kind, _ in call.arguments)
     for value in [*args, *kwargs.values()]:
-        if isinstance(value, TensorVariable):
-            index = sum(a[0] == "note" for c in seen.host_calls for a in c.arguments) + len(
-                [a for a in arguments if a[0] == "note"]
-            )
-            note(tx, value.call_method(tx, "detach", [], {}), Role.HOST, index)
-            arguments.append(("note", index))
-        else:
+        if value.is_python_constant():
             arguments.append(("constant", value.as_python_constant()))
+            continue
+        kind = "note" if isinstance(value, TensorVariable) else "number"
+        note(tx, _as_tensor(tx, value), Role.HOST, taken)
+        arguments.append((kind, taken))
+        taken += 1
     optimizer = getattr(owner.value, "optimizer", None)
     seen.host_calls.append(HostCall(owner.value, optimizer, tuple(arguments)))
     return const(None)
+
+
+def _as_tensor(tx: Any, value: Any) -> Any:
+    if not isinstance(value, TensorVariable):
+        value = _call(tx, torch.full, TupleVariable([]), value, dtype=const(torch.float64))
+    return value.call_method(tx, "detach", [], {})
 
 
 def _weigh(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -209,10 +223,7 @@ def _weigh(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
             fix="add the weights up first",
         )
     with no_grad(tx):
-        if not isinstance(weight, TensorVariable):
-            weight = _call(tx, torch.full, TupleVariable([]), weight, dtype=const(torch.float64))
-        weight = weight.call_method(tx, "detach", [], {})
-        note(tx, weight, Role.WEIGHT)
+        note(tx, _as_tensor(tx, weight), Role.WEIGHT)
     return const(None)
 
 
@@ -234,6 +245,12 @@ def _scaler(name: str) -> Callable[..., Any]:
         return const(None)
 
     return answer
+
+
+def _no_sync(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    seen = observed().in_graph(tx.output)
+    seen.no_syncs.append(NoSync(line_of(tx), seen.forwards))
+    return NullContextVariable()
 
 
 def _end(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -259,6 +276,7 @@ _ANSWERS: list[tuple[type, tuple[str, ...], Callable[..., Any]]] = [
     (Optimizer, ("zero_grad",), _optimizer_zero_grad),
     (nn.Module, ("zero_grad",), _module_zero_grad),
     (LRScheduler, ("step",), _scheduler_step),
+    (DistributedDataParallel, ("no_sync",), _no_sync),
     (type(TRACED), ("weigh",), _weigh),
     (type(TRACED), ("end",), _end),
     *((GradScaler, (name,), _scaler(name)) for name in ("scale", "unscale_", "step", "update")),
@@ -271,6 +289,8 @@ def var_getattr(self: Any, tx: Any, name: str) -> Any:
     value = self.value
     if isinstance(value, nn.Module):
         observed().saw_module(self.source.name if self.source is not None else "", value, self)
+        if name == "module" and isinstance(value, DistributedDataParallel):
+            observed().in_graph(tx.output).forwards += 1
     for owner, attributes, answer in _ANSWERS:
         if name in attributes and isinstance(value, owner):
             return _Call(self, answer)

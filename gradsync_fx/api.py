@@ -16,10 +16,13 @@ from gradsync_fx.catalogue import Found
 from gradsync_fx.controls import Demand
 from gradsync_fx.errors import GradSyncWarning
 from gradsync_fx.executor import Executor
-from gradsync_fx.inspection.report import Report, make_report
+from gradsync_fx.inspection.costs import Hardware
+from gradsync_fx.inspection.describe import describe
+from gradsync_fx.inspection.report import Report
 from gradsync_fx.lowering import decompositions
 from gradsync_fx.options import Options
 from gradsync_fx.saving import load, save
+from gradsync_fx.traces import artifact
 
 
 class OptimizedStep:
@@ -28,14 +31,27 @@ class OptimizedStep:
     Attributes are described in `optimize`'s documentation.
     """
 
-    def __init__(self, train_step: Callable[..., Any], options: Options) -> None:
+    def __init__(
+        self, train_step: Callable[..., Any], options: Options, simulated: int | None = None
+    ) -> None:
         functools.update_wrapper(self, train_step)
-        self._executor = Executor(options)
+        self._executor = Executor(options, simulated)
+        self._simulated, self._train_step = simulated is not None, train_step
         self._find = _Finder(train_step, self._executor)
         self._executor.catalogue.retrace = self._find.again
         # The executor outlives this object just long enough to tell what was lost with it.
-        name = getattr(train_step, "__name__", type(train_step).__name__)
-        weakref.finalize(self, _warn_of_pending, self._executor, name)
+        self._name = getattr(train_step, "__name__", type(train_step).__name__)
+        code = getattr(train_step, "__code__", None)
+        self._line = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
+        weakref.finalize(self, _warn_of_pending, self._executor, self._name)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> OptimizedStep:
+        """As a decorated method: each object has a step, and a window, of its own."""
+        if instance is None:
+            return self
+        bound = OptimizedStep(self._train_step.__get__(instance, owner), self._executor.options)
+        instance.__dict__[self._name] = bound
+        return bound
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One micro-step. Returns what the step returns, tensors detached."""
@@ -45,6 +61,8 @@ class OptimizedStep:
         result = self._find.call(*args, **kwargs)
         if first:
             executor.drop_user_gradients()
+        if executor.sync_gradients and executor.window.optimizer_step == 1:
+            artifact("report", lambda: self.report().to_json())
         return result
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
@@ -112,9 +130,23 @@ class OptimizedStep:
         """Takes what `state_dict` gave. Raises `StateError` with both values where it does not fit."""
         load(self._executor, state)
 
-    def report(self) -> Report:
-        """What the rewrite changed, for what has been captured so far. Raises `WindowError` before the first call."""
-        return make_report(self._executor.captures, self._executor.options)
+    def report(self, hardware: str | Hardware = "laptop") -> Report:
+        """What the rewrite changed, for what has been captured so far. Raises `WindowError` before the first call.
+
+        hardware: what the estimate is for; a preset's name, or what `calibrate` measured.
+        """
+        return describe(
+            self._executor.captures,
+            self._executor.options,
+            step=self._name,
+            line=self._line,
+            simulated=self._simulated,
+            hardware=hardware,
+        )
+
+    def capture(self, *args: Any, **kwargs: Any) -> None:
+        """Captures a call with these arguments, compiling and running nothing: enough for `report`."""
+        self._find.capture_of(args, kwargs)
 
     def set_gradient_accumulation_steps(self, k: Any) -> None:
         """Another window length from the next window on. Raises `WindowError` inside a window. Never recompiles."""
@@ -128,6 +160,7 @@ class _Finder:
         options = executor.options
         self._executor, self._demand = executor, Demand()
         self._last: tuple[Any, Any] | None = None
+        self._groups: dict[int, list[int]] = {}
         self._call = traced(
             train_step,
             executor.on_capture,
@@ -141,6 +174,7 @@ class _Finder:
     def call(self, *args: Any, **kwargs: Any) -> Any:
         # Kept while a window is open: closing it may need the step traced anew, with the same arguments.
         self._last = (args, kwargs)
+        self._demand.key = self._changed_groups()
         try:
             result = self._call(*args, **kwargs)
             self._executor.finish()
@@ -148,6 +182,16 @@ class _Finder:
         finally:
             if not self._executor.window.pending:
                 self._last = None
+
+    def _changed_groups(self) -> str:
+        """What Dynamo has to trace anew for: parameters that an optimizer gained or lost since its first capture."""
+        changed: dict[int, list[int]] = {}
+        for captured in self._executor.captures:
+            for optimizer in captured.capture.optimizers:
+                sizes = [len(group["params"]) for group in optimizer.param_groups]
+                if self._groups.setdefault(id(optimizer), sizes) != sizes:
+                    changed[id(optimizer)] = sizes
+        return repr(list(changed.values())) if changed else ""
 
     def capture_of(self, args: Any, kwargs: Any) -> CapturedStep:
         """Captures a call without running it."""
@@ -164,10 +208,8 @@ class _Finder:
         """The last call of this window, traced with a gradient for each of these parameters; None without a call."""
         if self._last is None:
             return None
-        self._demand.key, self._demand.parameters = (
-            repr(list(parameters)),
-            tuple(parameters.values()),
-        )
+        self._demand.key = f"{self._changed_groups()} {list(parameters)}"
+        self._demand.parameters = tuple(parameters.values())
         try:
             return self.capture_of(*self._last)
         finally:

@@ -21,12 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradsync_fx._torch import (
-    BackendCompilerFailed,
-    FailOnRecompileLimitHit,
+    BatchNorm,
     FakeTensorMode,
-    InternalTorchDynamoError,
-    TorchRuntimeError,
-    Unsupported,
+    TorchDynamoException,
     aot_module_simplified,
     detect_fake_mode,
     dynamo_optimize,
@@ -62,6 +59,8 @@ class Capture:
     hooked: tuple[str, ...]
     host_calls: tuple[HostCall, ...]
     weighed: bool
+    no_syncs: tuple[tuple[str, bool], ...]
+    batch_norms: tuple[str, ...]
 
 
 _serial = itertools.count()
@@ -105,13 +104,7 @@ def traced(
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return run(*args, **kwargs)[0]
-        except (
-            Unsupported,
-            BackendCompilerFailed,
-            FailOnRecompileLimitHit,
-            InternalTorchDynamoError,
-            TorchRuntimeError,
-        ) as failure:
+        except TorchDynamoException as failure:
             raise _explained(failure, function) from failure
 
     return call
@@ -196,7 +189,7 @@ def _capture(
     owned = {id(p) for o in seen.optimizers for g in o.param_groups for p in g["params"]}
     slots = []
     for position, (source, real) in enumerate(sources):
-        name = names.get(id(real), _readable(source))
+        name = names.get(id(real), readable(source))
         if isinstance(real, torch.Tensor) and (
             isinstance(real, nn.Parameter) or id(real) in owned or _is_leaf(real, seen)
         ):
@@ -222,6 +215,8 @@ def _capture(
         hooked=tuple(names.get(id(t), "a tensor") for t in seen.hooked),
         host_calls=tuple(seen.host_calls),
         weighed=bool(seen.weights),
+        no_syncs=tuple((n.line, not n.late) for n in seen.no_syncs),
+        batch_norms=_batch_norms(seen),
     )
 
 
@@ -243,15 +238,26 @@ def _named_tensors(seen: Observed) -> tuple[dict[str, torch.Tensor], dict[str, t
                 if any(tensor is t for t in found.values()):
                     continue
                 name = name.replace(".module.", ".") if _has_inner_ddp(inner) else name
-                found[f"{_readable(source)}.{name}" if name in found else name] = tensor
+                found[f"{readable(source)}.{name}" if name in found else name] = tensor
     return parameters, buffers
+
+
+def _batch_norms(seen: Observed) -> tuple[str, ...]:
+    """Names of the BatchNorm layers that train."""
+    found = []
+    for _, root in seen.roots():
+        inner = root.module if isinstance(root, DistributedDataParallel) else root
+        for name, module in inner.named_modules():
+            if isinstance(module, BatchNorm) and module.training:
+                found.append(name or type(module).__name__)
+    return tuple(found)
 
 
 def _has_inner_ddp(module: nn.Module) -> bool:
     return any(isinstance(m, DistributedDataParallel) for m in module.modules())
 
 
-def _readable(source: str) -> str:
+def readable(source: str) -> str:
     """`L['self'].net` -> `net`: a name for people from Dynamo's expression for a value."""
     inner = re.sub(r"^[LG]\b|^__import_\w+(?=\.)", "", source)
     words = re.findall(r"[A-Za-z_][A-Za-z0-9_]*|\d+", inner)
@@ -294,8 +300,8 @@ def hook_error(name: str) -> CaptureError:
     """The error for a gradient hook on a parameter."""
     return CaptureError(
         f"hook on {name!r}",
-        seen="a gradient hook (an optimizer that runs inside backward, perhaps); it would see partial sums",
-        wanted="parameters without gradient hooks when gradient_accumulation_steps > 1",
+        seen="a gradient hook (an optimizer that runs inside backward, perhaps); it does not run in a compiled step",
+        wanted="parameters without gradient hooks",
         fix="remove the hook, and do its work between backward() and optimizer.step()",
     )
 
@@ -325,6 +331,9 @@ def _explained(failure: BaseException, function: Callable[..., Any]) -> GradSync
         (line for line in lines if line.startswith("Explanation")), lines[0] if lines else ""
     )
     hint = next((line for line in lines if line.startswith("Hint")), "")
+    raised = next((line for line in lines if "raised exception" in line), "")
+    if raised:
+        reason = f"the step raises: {raised.partition('raised exception')[2].strip()}"
     return CaptureError(
         f"graph break at {where}",
         seen=(lines[0] if lines else type(failure).__name__)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+import time
+import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.profiler import record_function
 
 from gradsync_fx.capture import Capture
-from gradsync_fx.errors import CaptureError, UpdateError
+from gradsync_fx.errors import CaptureError, GradSyncWarning, UpdateError
 from gradsync_fx.journal import Journal
 from gradsync_fx.lowering import Compiled, decompositions, lower
+from gradsync_fx.ops import user_line
 from gradsync_fx.options import Options
 from gradsync_fx.passes import build
 from gradsync_fx.passes.update import update_key
@@ -27,9 +32,11 @@ from gradsync_fx.planning import (
 from gradsync_fx.presence import compiling
 from gradsync_fx.program import Kind, Program
 from gradsync_fx.regions import check_weights, find_regions
+from gradsync_fx.traces import artifact
 from gradsync_fx.updates import Binding
 
 
+log = logging.getLogger(__name__)
 NONE: frozenset[int] = frozenset()
 Divisors = dict[tuple[str, int], float]
 
@@ -43,14 +50,18 @@ class CapturedStep:
         options: Options,
         accumulators: dict[str, torch.Tensor],
         weights: dict[int, torch.Tensor],
+        simulated: int | None = None,
     ) -> None:
         self.capture, self.options = capture, options
         self.regions = find_regions(capture.step)
-        self.setting: Setting = find_setting(capture, options)
+        self.setting: Setting = find_setting(capture, options, simulated)
         self.journal = Journal()
         self.programs: dict[str, Program] = {}
-        self._compiled: dict[tuple[Any, ...], tuple[Program, Compiled]] = {}
-        self._host_values: list[torch.Tensor] = []
+        self.compile_seconds: dict[str, float] = {}
+        self.measured: dict[str, tuple[int, float]] = {}
+        self._built: dict[tuple[Any, ...], Program] = {}
+        self._compiled: dict[tuple[Any, ...], Compiled] = {}
+        self.host_values: list[torch.Tensor] = []
         self._tail_data: dict[int, Any] = {}
         leaf_parts, update_parts = find_parts(capture, self.regions, options)
         self.bindings = self._bind(update_parts)
@@ -123,43 +134,63 @@ class CapturedStep:
         return len(self._compiled)
 
     def _bind(self, parts: dict[Any, int]) -> dict[str, Binding]:
-        bindings = {}
+        bindings: dict[str, Binding] = {}
         for node, part in parts.items():
             handle, which = node.args[0], node.args[1]
             optimizer = self.capture.optimizers[handle]
-            if optimizer._optimizer_step_pre_hooks:
-                raise UpdateError(
-                    f"{type(optimizer).__name__}",
-                    seen="it has hooks that run before its step",
-                    wanted="an optimizer without step_pre_hooks",
-                    fix="do what the hook does inside the step, between backward() and optimizer.step()",
-                )
-            bindings[update_key(node)] = Binding(
-                optimizer, tuple(which), decompositions(self.options), part
-            )
+            fresh = Binding(optimizer, tuple(which), decompositions(self.options), part)
+            for other in bindings.values():
+                if other.shares_state(fresh):
+                    raise UpdateError(
+                        f"{type(optimizer).__name__}.step, at {user_line(node)}",
+                        seen="it is called more than once in a step, on the same parameters, and has state",
+                        wanted="one update of a parameter in a call",
+                        fix="make each update a step of its own: gradsync_fx.optimize(one_update, ...)",
+                    )
+            bindings[update_key(node)] = fresh
         return bindings
 
     def compile(
         self, closing: frozenset[int], *, tail: bool = False, by_name: bool = False
     ) -> tuple[Program, Compiled]:
         """The program and its compiled form, made on first need (or when the optimizer's structure changed)."""
+        key = self._select(closing, tail, by_name)
+        if key not in self._compiled:
+            start = time.perf_counter()
+            with compiling(self.options.rank_timeout):
+                program = self._build(key)
+                lowered = lower(program, self.capture.fake_mode, self.options)
+            seconds = time.perf_counter() - start
+            self.compile_seconds[program.name] = seconds
+            log.info("compiled the %s program in %.2f s", program.name, seconds)
+            self._compiled[key] = lowered
+        return self._built[key], self._compiled[key]
+
+    def build(self, closing: frozenset[int], *, tail: bool = False) -> Program:
+        """The program before lowering."""
+        return self._build(self._select(closing, tail, False))
+
+    def _select(self, closing: frozenset[int], tail: bool, by_name: bool) -> tuple[Any, ...]:
+        """The key of a program for the optimizers as they are now; their updates are traced for it."""
         active = {n: b for n, b in self.bindings.items() if b.part in closing}
         self.plan.updates = {n: b.trace() for n, b in active.items()}
         self.plan.state_tensors = {
             n: b.state_tensors(self.plan.updates[n]) for n, b in active.items()
         }
-        key = (closing, tail, by_name, *(id(u) for u in self.plan.updates.values()))
-        if key not in self._compiled:
+        return (closing, tail, by_name, *(id(u) for u in self.plan.updates.values()))
+
+    def _build(self, key: tuple[Any, ...]) -> Program:
+        closing, tail, by_name, *_ = key
+        if key not in self._built:
+            buckets = self._by_name if by_name else self.plan.buckets
+            plan = replace(self.plan, closing=closing, buckets=buckets)
             name = self._name(closing, tail)
-            plan = replace(
-                self.plan, closing=closing, buckets=self._by_name if by_name else self.plan.buckets
-            )
-            with compiling(self.options.rank_timeout):
-                program = build(name, plan, self.capture.fake_mode, self.journal, tail=tail)
-                self.programs[name] = program
-                lowered = lower(program, self.capture.fake_mode, self.options)
-            self._compiled[key] = (program, lowered)
-        return self._compiled[key]
+            self._built[key] = build(name, plan, self.capture.fake_mode, self.journal, tail=tail)
+            self.programs[name] = self._built[key]
+            module = self._built[key].module
+            log.debug("%s program, %d nodes:\n%s", name, len(module.graph.nodes), module.code)
+            artifact(name.replace(" ", "_"), lambda: module.code)
+        return self._built[key]
 
     def _name(self, closing: frozenset[int], tail: bool) -> str:
         if not closing:
@@ -173,14 +204,18 @@ class CapturedStep:
     def micro_step(self, args: list[Any], closing: frozenset[int], divisors: Divisors) -> list[Any]:
         """One micro-step: adds to the parts that stay open, reduces and updates those that close."""
         program, compiled = self.compile(closing)
-        self._tail_data = {i: args[i] for i in self.regions.tail_data}
+        self.remember(args)
         results = self._run(program, compiled, args, divisors)
         if program.host_values:
             end = len(results) - program.host_values
-            self._host_values = results[end:]
+            self.host_values = results[end:]
             del results[end:]
         self._call_host(closing)
         return results
+
+    def remember(self, args: list[Any]) -> None:
+        """The user's own tensors that a tail reads and writes."""
+        self._tail_data = {i: args[i] for i in self.regions.tail_data}
 
     def tail(
         self, closing: frozenset[int], divisors: Divisors, *, by_name: bool = False
@@ -209,8 +244,11 @@ class CapturedStep:
                 held[Kind.STATE, (key, i)] = tensor
             for i, scalar in enumerate(self.bindings[key].scalars(update)):
                 held[Kind.SCALAR, (key, i)] = scalar
-        with torch.no_grad():
+        start = time.perf_counter()
+        with torch.no_grad(), record_function(f"gradsync_fx: {program.name}"):
             results = list(compiled(self._inputs(program, args, held)))
+        calls, seconds = self.measured.get(program.name, (0, 0.0))
+        self.measured[program.name] = (calls + 1, seconds + time.perf_counter() - start)
         for key in reversed(updates):
             count = len(updates[key].created)
             created = results[len(results) - count :]
@@ -238,10 +276,22 @@ class CapturedStep:
         """Schedulers step once for each update, with the latest values where they want a metric."""
         for call in self.capture.host_calls:
             parts = {b.part for b in self.bindings.values() if b.optimizer is call.optimizer}
-            if closing & (parts or set(self.plan.parts)):
-                call.owner.step(
-                    *(self._host_values[v] if kind == "note" else v for kind, v in call.arguments)
+            if not closing & (parts or set(self.plan.parts)):
+                continue
+            if any(kind != "constant" for kind, _ in call.arguments) and not self.host_values:
+                warnings.warn(
+                    f"{type(call.owner).__name__} was not stepped: no micro-step of this rank gave its metric",
+                    GradSyncWarning,
+                    stacklevel=2,
                 )
+                continue
+            call.owner.step(*(self._argument(kind, value) for kind, value in call.arguments))
+
+    def _argument(self, kind: str, value: Any) -> Any:
+        if kind == "constant":
+            return value
+        given = self.host_values[value]
+        return given.item() if kind == "number" else given
 
     def take_part(self) -> None:
         """Zeros into the reductions of the other ranks' accumulate call; what they sum comes in here, too."""

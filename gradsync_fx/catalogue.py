@@ -28,11 +28,11 @@ Retrace = Callable[[dict[str, Any]], CapturedStep | None]
 class Catalogue:
     """`retrace(parameters)` captures the last call anew, with gradients for these parameters in any case."""
 
-    def __init__(self, accumulators: Accumulators) -> None:
+    def __init__(self, accumulators: Accumulators, simulated: int | None = None) -> None:
         self.captures: list[CapturedStep] = []
         self.latest: CapturedStep | None = None
         self.retrace: Retrace = lambda parameters: None
-        self._accumulators = accumulators
+        self._accumulators, self._simulated = accumulators, simulated
         self._by_structure: dict[tuple[Any, ...], CapturedStep] = {}
 
     def admit(self, capture: Capture, options: Options) -> tuple[CapturedStep, bool]:
@@ -42,7 +42,7 @@ class Catalogue:
         that it guards on changes, also where the graph stays the same.
         """
         self._check_same_objects(capture)
-        if capture.hooked and options.accumulates:
+        if capture.hooked:
             raise hook_error(capture.hooked[0])
         calls = tuple((id(c.owner), c.arguments) for c in capture.host_calls)
         key = (capture.step.structure(), calls)
@@ -52,7 +52,7 @@ class Catalogue:
         sums = self._accumulators
         if capture.parameters:
             sums.place_weights(next(iter(capture.parameters.values())).device)
-        captured = CapturedStep(capture, options, sums.sums, sums.weights)
+        captured = CapturedStep(capture, options, sums.sums, sums.weights, self._simulated)
         if options.accumulates:
             check_deferrable(capture.step, captured.regions)
         if capture.weighed and options.reduction != "weighted" and not self.captures:

@@ -48,6 +48,8 @@ class Draft:
         graph.output(values).meta.update(out.meta)
         module = GraphModule(step.module, graph)
         module.meta.update(step.module.meta)
+        for node, copy in of.items():
+            copy.meta["origin"] = node.name
         draft = cls(name, module, list(step.slots), of, fake_mode)
         draft._take_notes()
         return draft

@@ -11,9 +11,12 @@ after the data (flush); in all three the ranks tell each other where they stand,
 
 from __future__ import annotations
 
+import logging
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from gradsync_fx.accumulators import Accumulators
@@ -37,15 +40,22 @@ from gradsync_fx.regions import check_deferrable
 from gradsync_fx.window import WindowState
 
 
-class Executor:
-    """Owns the window: counter, accumulators, captures. Everything that `optimize`'s step offers is asked of it."""
+log = logging.getLogger(__name__)
 
-    def __init__(self, options: Options) -> None:
+
+class Executor:
+    """Owns the window: counter, accumulators, captures. Everything that `optimize`'s step offers is asked of it.
+
+    simulated: a number of ranks that are not there; then steps are captured and programs built, and nothing runs.
+    """
+
+    def __init__(self, options: Options, simulated: int | None = None) -> None:
         self.options = options
+        self._simulated = simulated is not None
         self.window = WindowState.fresh(len(options.steps))
         self.sync_gradients = False
         self.accumulators = Accumulators(len(options.steps))
-        self.catalogue = Catalogue(self.accumulators)
+        self.catalogue = Catalogue(self.accumulators, simulated)
         self.buffers = ModuleBuffers()
         self.only_find = False
         self.saved: WindowState | None = None
@@ -60,7 +70,13 @@ class Executor:
     def on_capture(self, capture: Capture) -> Any:
         """Prepares a capture to run; returns what runs it."""
         captured, new = self.catalogue.admit(capture, self.options)
-        if new and len(self.captures) == 1:
+        log.info(
+            "captured %d nodes, %d gradients; %s",
+            len(capture.step.module.graph.nodes),
+            len(captured.names),
+            "new" if new else "its programs exist",
+        )
+        if new and len(self.captures) == 1 and not self._simulated:
             self._line = Line(captured.setting.group, self.options.rank_timeout)
             if captured.setting.group is not None:
                 check_replicas(self._line, capture.parameters)
@@ -96,6 +112,7 @@ class Executor:
     def run(self, captured: CapturedStep, args: list[Any]) -> Any:
         """One micro-step: the accumulate or a boundary program, as the counter (or the step itself) says."""
         if self.only_find:
+            captured.remember(args)
             raise Found(captured)
         opens = self.window.pending == 0
         if opens or captured is not self.catalogue.latest:
@@ -216,6 +233,7 @@ class Executor:
         self.accumulators.closed(closing)
         self.window = self.window.closed(closing, updated=bool(updated))
         self.sync_gradients = bool(updated)
+        log.debug("window closed after call %d: %s", self.window.micro_step, closing)
         if updated:
             self.buffers.after_boundary(captured)
         elif meeting.pending:
@@ -240,11 +258,16 @@ class Executor:
         totals = [sum(column) for column in zip(*(row[1:] for row in rows), strict=True)]
         updated = frozenset(part for part in closing if totals[part] > 0) if names else NONE
         if updated:
+            target.host_values = captured.host_values
             given = target.tail(updated, self._divisors(totals), by_name=not meeting.uniform)
             if runs and target.regions.tail_outputs == captured.regions.tail_outputs:
                 # The caller holds these tensors by now: the accumulate program made them, full of NaN.
                 for i, value in zip(target.regions.tail_outputs, given, strict=True):
                     results[i].copy_(value)
+            for i in captured.regions.late_outputs if runs else ():
+                # Computed ahead of this update: no value is better than that of other parameters.
+                if results[i] is not None and results[i].is_floating_point():
+                    results[i].fill_(torch.nan)
         return updated
 
     def _keep_company(self, captured: CapturedStep) -> None:
@@ -314,8 +337,11 @@ class Executor:
                 wanted="a change between two windows",
                 fix="call step.flush() or step.discard() first",
             )
-        changed = self.options.with_steps(k)
-        if len(changed.steps) != len(self.options.steps) or changed.manual != self.options.manual:
+        before = self.options.gradient_accumulation_steps
+        mapped = isinstance(before, Mapping) and isinstance(k, Mapping) and set(before) == set(k)
+        changed = self.options.with_steps({o: k[o] for o in before} if mapped else k)  # type: ignore[union-attr]
+        alike = mapped or not (isinstance(before, Mapping) or isinstance(k, Mapping))
+        if not alike or changed.manual != self.options.manual:
             raise WindowError(
                 "gradient_accumulation_steps",
                 seen=f"{self.options.gradient_accumulation_steps!r} became {k!r}",

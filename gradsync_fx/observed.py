@@ -25,12 +25,22 @@ OWN = os.path.join(os.path.dirname(__file__), "")
 class HostCall:
     """A call that the host makes after each update of `optimizer`: a scheduler's step.
 
-    arguments: ("note", index) for a value that the program gives, ("constant", value) for any other.
+    arguments: ("note", index) for a tensor that the program gives, ("number", index) for its value as a number,
+    ("constant", value) for any other.
     """
 
     owner: Any
     optimizer: Optimizer | None
     arguments: tuple[tuple[str, Any], ...]
+
+
+@dataclass(slots=True)
+class NoSync:
+    """A `no_sync` of DDP's in the step. before: forwards of DDP modules ahead of it. late: backward, and no forward."""
+
+    line: str
+    before: int
+    late: bool = False
 
 
 @dataclass(slots=True)
@@ -44,6 +54,8 @@ class Observed:
     hooked: list[torch.Tensor] = field(default_factory=list)
     host_calls: list[HostCall] = field(default_factory=list)
     weights: int = 0
+    no_syncs: list[NoSync] = field(default_factory=list)
+    forwards: int = 0
     variables: dict[int, Any] = field(default_factory=dict)
     chain: Any = None
     graph: Any = None
@@ -71,8 +83,9 @@ class Observed:
     def in_graph(self, graph: Any) -> Observed:
         """Dynamo may start a trace over: what belongs to the graph that it gave up goes."""
         if self.graph is not graph:
-            self.graph, self.chain, self.weights = graph, None, 0
+            self.graph, self.chain, self.weights, self.forwards = graph, None, 0, 0
             self.host_calls.clear()
+            self.no_syncs.clear()
         return self
 
     def roots(self) -> list[tuple[str, nn.Module]]:
@@ -108,15 +121,25 @@ def observing(demanded: tuple[torch.Tensor, ...]) -> Iterator[Observed]:
         _current.value = before
 
 
-def refuse(tx: Any, culprit: str, *, seen: str, wanted: str, fix: str) -> NoReturn:
-    """Ends the trace. Dynamo would hand on the text only: the error itself is kept for whoever began the trace."""
+def line_of(tx: Any) -> str:
+    """`file:line` of the user's code that is being traced."""
     frame = tx.frame_summary()
     while frame.filename.startswith(OWN) and getattr(tx, "parent", None) is not None:
         tx = tx.parent
         frame = tx.frame_summary()
-    where = f"{culprit}, at {frame.filename}:{frame.lineno}"
+    return f"{frame.filename}:{frame.lineno}"
+
+
+def refuse(tx: Any, culprit: str, *, seen: str, wanted: str, fix: str) -> NoReturn:
+    """Ends the trace. Dynamo would hand on the text only: the error itself is kept for whoever began the trace."""
+    where = f"{culprit}, at {line_of(tx)}"
     observed().refusal = CaptureError(where, seen=seen, wanted=wanted, fix=fix)
     raise CaptureError(where, seen=seen)
+
+
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Whether something would run when this tensor's gradient is there."""
+    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 def const(value: object) -> Any:

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 
 State = dict[str, Any]
+REAL = (torch.Tensor, torch.nn.Parameter)
 
 
 def plain_step(optimizer: Optimizer) -> Any:
@@ -122,8 +123,10 @@ def _small_trial(optimizer: Optimizer, which: list[int]) -> dict[int, State] | N
 def _prove(optimizer: Optimizer, group: dict[str, Any], p: torch.Tensor) -> State | None:
     generator = torch.Generator().manual_seed(0)
     shape = [min(n, 4) for n in p.shape]
-    start = torch.randn(shape, generator=generator).to(p.device, p.dtype)
-    grads = [torch.randn(shape, generator=generator).to(p.device, p.dtype) for _ in range(2)]
+    # Parameters without storage (meta, fake) are proved on the CPU.
+    place = p.device if p.device.type != "meta" and type(p) in REAL else torch.device("cpu")
+    start = torch.randn(shape, generator=generator).to(place, p.dtype)
+    grads = [torch.randn(shape, generator=generator).to(place, p.dtype) for _ in range(2)]
 
     def run(state: State, steps: int) -> tuple[torch.Tensor, State, list[State]]:
         twin = torch.nn.Parameter(start.clone())

@@ -38,8 +38,18 @@ class Setting:
     ignored: frozenset[str]
 
 
-def find_setting(capture: Capture, options: Options) -> Setting:
-    """The group: the argument's, else DDP's, else the default group if there is one, else none."""
+@dataclass(frozen=True, slots=True)
+class SimulatedGroup:
+    """Stands for a group of ranks that are not there: programs for it are built, and never run."""
+
+    group_name: str = "simulated"
+
+
+def find_setting(capture: Capture, options: Options, simulated: int | None = None) -> Setting:
+    """The group: the argument's, else DDP's, else the default group if there is one, else none.
+
+    simulated: a number of ranks to plan for in their place.
+    """
     ddp = capture.ddp[0] if capture.ddp else None
     group = options.process_group
     if group is None and ddp is not None:
@@ -56,6 +66,9 @@ def find_setting(capture: Capture, options: Options) -> Setting:
             broadcast = "never"
         ignored = frozenset(ddp.parameters_to_ignore)
         wire_dtype = wire_dtype or _wire(ddp)
+    if simulated is not None:
+        stand_in: Any = SimulatedGroup() if simulated > 1 else None
+        return Setting(stand_in, simulated, 0, cap, broadcast, wire_dtype, ignored)
     world = dist.get_world_size(group) if group is not None else 1
     rank = dist.get_rank(group) if group is not None else 0
     group = group if world > 1 else None
@@ -166,11 +179,13 @@ def find_buckets(
             accumulator_dtype(parameter, options),
             parameter.device,
         )
-        joined, used = open_buckets.get(key, ([], 0))
-        if joined and used + size > setting.bucket_bytes:
+        joined, used = open_buckets.pop(key, ([], 0))
+        joined, used = [*joined, leaf], used + size
+        # Closed once full, as DDP does: a small gradient beside large ones never has to travel alone.
+        if used >= setting.bucket_bytes:
             done.append((key, joined))
-            joined, used = [], 0
-        open_buckets[key] = ([*joined, leaf], used + size)
+        else:
+            open_buckets[key] = (joined, used)
     done += [(key, joined) for key, (joined, _) in open_buckets.items()]
     # A bucket's all-reduce starts behind its last gradient: the tail program has to keep that order.
     done.sort(key=lambda item: leaves.index(item[1][-1]))

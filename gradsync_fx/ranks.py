@@ -172,7 +172,13 @@ CALLS = {ACCUMULATE: "an accumulate call", BOUNDARY: "a boundary", FLUSH: "a flu
 def check_same_layout(meeting: Meeting) -> None:
     """For calls that reduce in every micro-step. Raises `RanksDisagreeError` when ranks have other gradients."""
     if len({p.layout for p in meeting.ranks}) > 1:
-        raise _disagree(meeting.ranks, "the gradients", lambda p: f"bucket layout {p.layout:#x}")
+        raise _disagree(
+            meeting.ranks,
+            "the gradients",
+            lambda p: f"bucket layout {p.layout:#x}",
+            fix="with sync_each_batch=True all ranks take the same branch of the step at each call; without it, each "
+            "may take its own",
+        )
 
 
 def _gone(seen: str) -> RanksDisagreeError:
@@ -186,7 +192,7 @@ def _gone(seen: str) -> RanksDisagreeError:
 
 
 def _disagree(
-    everyone: list[Position], what: str, show: Callable[[Position], str]
+    everyone: list[Position], what: str, show: Callable[[Position], str], fix: str = ""
 ) -> RanksDisagreeError:
     texts = [show(p) for p in everyone]
     common = max(texts, key=texts.count)  # rank 0's on a tie, on every rank alike
@@ -197,8 +203,9 @@ def _disagree(
         f"{what} of ranks {odd}",
         seen=f"{told} while rank {other} is at {common}",
         wanted="all ranks at the same place of the window when it closes",
-        fix="give every rank the same number of calls and the same k; use step.skip() or step.flush() where a rank "
-        "has less data",
+        fix=fix
+        or "give every rank the same number of calls and the same k; use step.skip() or step.flush() where a rank has "
+        "less data",
     )
 
 

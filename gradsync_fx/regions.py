@@ -11,6 +11,7 @@ tail              an update without a micro-step reads the user's own tensors (t
                   decay), and gives those outputs of the boundary that read none (tail_outputs: a clipped norm)
 stages            how many updates of the same call a leaf's gradient lies behind (a generator's, behind that of its
                   discriminator): leaves of two stages cannot share an all-reduce
+                  late_outputs are of data and of updated parameters: a loss after the update
 sources           what a write or an output of the boundary depends on first: gradients and updates
 
 Nothing here reads a node's name or metadata; those serve messages only.
@@ -54,6 +55,7 @@ class Regions:
     stages: dict[int, int]
     tail_data: tuple[int, ...]
     tail_outputs: tuple[int, ...]
+    late_outputs: tuple[int, ...]
     hand: dict[int, HandSync]
     hand_flat: frozenset[int]
 
@@ -144,6 +146,9 @@ def find_regions(step: Step) -> Regions:
         update_sources=sources,
         stages=_stages(gradients, sources, order, stops),
         tail_data=_data_read([*boundary, *updates], frozenset(cuts), kinds),
+        late_outputs=tuple(
+            i for i, n in enumerate(results) if n in after_update and i not in outputs
+        ),
         tail_outputs=tuple(
             i for i in outputs if not _data_read([results[i]], frozenset(cuts), kinds)
         ),

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import operator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,12 +72,16 @@ def rematerialize(module: GraphModule) -> None:
             continue
         for node in sorted(_wanted(reader, again - copies.keys()), key=order.__getitem__):
             with module.graph.inserting_before(reader):
-                copies[node] = module.graph.node_copy(node, lambda n: copies.get(n, n))
+                copies[node] = module.graph.node_copy(node, partial(_replaced, copies))
             copies[node].meta["autograd_backward"] = True
-        reader.args = map_arg(reader.args, lambda n: copies.get(n, n))
-        reader.kwargs = map_arg(reader.kwargs, lambda n: copies.get(n, n))
+        reader.args = map_arg(reader.args, partial(_replaced, copies))
+        reader.kwargs = map_arg(reader.kwargs, partial(_replaced, copies))
     module.graph.lint()
     module.recompile()
+
+
+def _replaced(copies: dict[Node, Node], node: Node) -> Node:
+    return copies.get(node, node)
 
 
 def _backward(node: Node) -> bool:
@@ -126,7 +131,7 @@ def _random(module: GraphModule, node: Node) -> bool:
         for i, argument in enumerate(target._schema.arguments):
             if argument.name == "dropout_p":
                 given = node.args[i] if i < len(node.args) else argument.default_value
-                return node.kwargs.get("dropout_p", given) != 0
+                return bool(node.kwargs.get("dropout_p", given) != 0)
         return True
     graphs = [
         getattr(module, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"

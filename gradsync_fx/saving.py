@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from gradsync_fx.executor import Executor
-from gradsync_fx.state import Saved, foreign_state, pack, restore, unpack
+from gradsync_fx.state import Saved, check_fits, foreign_state, pack, unpack
 
 
 def save(executor: Executor) -> dict[str, Any]:
@@ -30,14 +30,13 @@ def load(executor: Executor, given: Any) -> None:
     """Takes what `save` gave. Raises `StateError` where it does not fit; nothing is changed then."""
     saved = unpack(given, list(executor.options.steps), *_place(executor))
     held = executor.accumulators
-    names = set(saved.sums)
-    if held.sums and names and names != set(held.sums):
-        raise foreign_state(min(names ^ set(held.sums)), list(held.sums))
-    if held.sums:
-        for name, value in saved.sums.items():
-            restore(name, held.sums[name], value)
-    else:
-        held.restored = dict(saved.sums)
+    known = {name for c in executor.captures for name in c.capture.parameters}
+    for name, value in saved.sums.items():
+        if name in held.sums:
+            check_fits(name, held.sums[name], value)
+        elif executor.captures and name not in known:
+            raise foreign_state(name, sorted(known))
+    held.replace(saved.sums, executor.captures)
     for part, weight in enumerate(saved.weights):
         if part in held.weights:
             held.weights[part] = weight.clone().to(held.weights[part].device)

@@ -116,8 +116,8 @@ def _shown(value: Any) -> str:
     return str(value)
 
 
-def restore(name: str, accumulator: torch.Tensor, value: torch.Tensor) -> None:
-    """Puts a saved sum into its accumulator. Raises `StateError` on another shape or dtype."""
+def check_fits(name: str, accumulator: torch.Tensor, value: torch.Tensor) -> None:
+    """Raises `StateError` when a saved sum has another shape or dtype than its accumulator."""
     for what, saved, here in (
         ("shape", tuple(value.shape), tuple(accumulator.shape)),
         ("dtype", value.dtype, accumulator.dtype),
@@ -129,7 +129,6 @@ def restore(name: str, accumulator: torch.Tensor, value: torch.Tensor) -> None:
                 wanted=f"the same {what}",
                 fix="resume with the model and dtypes that were saved",
             )
-    accumulator.copy_(value)
 
 
 def foreign_state(name: str, known: list[str]) -> StateError:

@@ -11,8 +11,20 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from gradsync_fx.errors import UpdateError
 from gradsync_fx.optimizer_state import State, initial_state
 from gradsync_fx.optimizer_trace import Update, trace_update
+
+
+def check_pre_hooks(optimizer: Optimizer) -> None:
+    """Raises `UpdateError` for hooks that would have to run ahead of the update, in the middle of a program."""
+    if optimizer._optimizer_step_pre_hooks:
+        raise UpdateError(
+            f"{type(optimizer).__name__}",
+            seen="it has hooks that run before its step",
+            wanted="an optimizer without step_pre_hooks",
+            fix="do what the hook does inside the step, between backward() and optimizer.step()",
+        )
 
 
 class Binding:
@@ -23,6 +35,7 @@ class Binding:
     ) -> None:
         self.optimizer, self.which, self.part = optimizer, which, part
         self._decompositions = decompositions
+        check_pre_hooks(optimizer)
         self._early: dict[int, State] = initial_state(optimizer, list(which)) or {}
         self._traces: list[Update] = []
         self._numbers_out: tuple[Any, ...] = ()
@@ -35,8 +48,14 @@ class Binding:
         flat = self._parameters()
         return {i: self.optimizer.state.get(flat[i]) or self._early.get(i, {}) for i in self.which}
 
+    def shares_state(self, other: Binding) -> bool:
+        """Whether one of them would have to see what the other left in the optimizer's state."""
+        shared = set(self.which) & set(other.which) if self.optimizer is other.optimizer else set()
+        return any(self.state()[i] for i in shared)
+
     def trace(self) -> Update:
         """The traced update that fits the optimizer as it is now; traced anew only when none does."""
+        check_pre_hooks(self.optimizer)
         state = self.state()
         for known in self._traces:
             if known.fits(known.read_numbers(state), state):

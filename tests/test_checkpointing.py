@@ -83,7 +83,9 @@ def peak_of_values(module: GraphModule) -> int:
 def test_equals_the_run_without_it(make: Any, backend: str) -> None:
     plain, ours = twins_of("checkpointed")
     data = regression(3, 2)
-    mine = drive(quick(plain_step, 2, backend=backend), ours, make(ours.parameters(), lr=1e-2), data)
+    mine = drive(
+        quick(plain_step, 2, backend=backend), ours, make(ours.parameters(), lr=1e-2), data
+    )
     theirs = accumulation(plain, make(plain.parameters(), lr=1e-2), data)
     assert_same(mine, theirs, atol=1e-6)
 
@@ -91,7 +93,7 @@ def test_equals_the_run_without_it(make: Any, backend: str) -> None:
 @pytest.mark.parametrize("how", ["checkpointed", "selective"])
 def test_recomputation_stays_and_saves_memory(how: str) -> None:
     (window,) = regression(1, 1, batch=64)
-    found = {}
+    found: dict[Any, tuple[int, int]] = {}
     for model in twins_of(how):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         step = quick(plain_step, 2)

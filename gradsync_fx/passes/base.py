@@ -19,6 +19,9 @@ def run_passes(draft: Draft, plan: Plan, passes: list[Pass], journal: Journal) -
         before, start = len(draft.graph.nodes), time.perf_counter()
         one(draft, plan)
         draft.graph.lint()
+        for node in draft.graph.nodes:
+            if "origin" not in node.meta:
+                node.meta.setdefault("made_by", one.__name__)  # for the report
         spent = (time.perf_counter() - start) * 1e3
         journal.entries.append(
             Entry(draft.name, one.__name__, spent, before, len(draft.graph.nodes))

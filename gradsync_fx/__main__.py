@@ -1,0 +1,7 @@
+"""`python -m gradsync_fx`: the command line."""
+
+from gradsync_fx.cli import main
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What stands behind the command line: each file one job, none of them reads arguments or exits."""

@@ -1,0 +1,56 @@
+"""What went wrong, as the command line tells it: an exit code, culprit, seen, wanted, and what to do."""
+
+from __future__ import annotations
+
+from rich.text import Text
+
+from gradsync_fx.errors import GradSyncError
+
+
+REFUSED, USAGE, RAISED, UNWRITABLE = 1, 2, 3, 4
+MEANINGS = {
+    0: "ok",
+    REFUSED: "the step is refused, or the doctor found a failure",
+    USAGE: "wrong use: bad arguments, file or factory not found",
+    RAISED: "the factory or the step raised, hung, or returned the wrong thing",
+    UNWRITABLE: "an output cannot be written",
+}
+
+
+class Problem(Exception):
+    """One thing to tell on stderr. `trace`: the traceback behind it, "" for none. Goes through a pipe as it is."""
+
+    def __init__(
+        self, code: int, culprit: str, seen: str, wanted: str = "", fix: str = "", trace: str = ""
+    ) -> None:
+        super().__init__(code, culprit, seen, wanted, fix, trace)
+        self.code, self.culprit, self.seen = code, culprit, seen
+        self.wanted, self.fix, self.trace = wanted, fix, trace
+
+    @classmethod
+    def of(cls, code: int, error: GradSyncError, trace: str = "") -> Problem:
+        """An error of the library, told in its own words."""
+        return cls(code, error.culprit, error.seen, error.wanted, error.fix, trace)
+
+    def text(self, *, traceback: bool) -> Text:
+        """For a `rich` console; without a newline at its end."""
+        text = Text()
+        if traceback and self.trace:
+            text.append(plain(self.trace).rstrip() + "\n", style="dim")
+        text.append("error: ", style="bold red")
+        text.append(plain(self.culprit), style="bold")
+        text.append(f": {plain(self.seen)}")
+        if self.wanted:
+            text.append("\n  wanted: ", style="cyan")
+            text.append(plain(self.wanted))
+        if self.fix:
+            text.append("\n  what to do: ", style="cyan")
+            text.append(plain(self.fix))
+        if self.trace and not traceback:
+            text.append("\n  (--traceback shows where)", style="dim")
+        return text
+
+
+def plain(text: str) -> str:
+    """Text as it is, but control characters spelled out: a name cannot move the cursor or colour the terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)

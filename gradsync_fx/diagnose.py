@@ -1,0 +1,100 @@
+"""`diagnose`: a doctor for eager training loops that accumulate without `optimize`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from gradsync_fx.diagnosis.events import user_line
+from gradsync_fx.diagnosis.findings import Diagnosis, WindowSeen
+from gradsync_fx.diagnosis.rules import findings
+from gradsync_fx.diagnosis.watch import Watch, watching
+from gradsync_fx.diagnosis.windows import Loop, Window, windows
+from gradsync_fx.errors import NoGradientError, OptionError
+
+
+def diagnose(
+    fn: Callable[..., Any],
+    *args: Any,
+    micro_steps: int,
+    process_group: dist.ProcessGroup | None = None,
+    **kwargs: Any,
+) -> Diagnosis:
+    """Runs `fn(*args, **kwargs)` once, for real, and says which easy mistakes of gradient accumulation it makes.
+
+    For eager loops with plain DDP and `no_sync`, or with Accelerate's `accumulate`; not for a step that `optimize`
+    made, nor for one under `torch.compile`.
+
+        batches = list(itertools.islice(loader, 8))                    # two windows of four
+        print(gradsync_fx.diagnose(train, ddp, optimizer, batches, micro_steps=4))
+
+    fn: your own loop, over a few batches: a whole number of windows and at least two, so `2 * micro_steps`
+        micro-steps or more. A micro-step is one `backward`. It trains for real: weights change as they do without us.
+    micro_steps: how many micro-steps the loop means to put into one update.
+    process_group: the ranks that train together; by default those of the DDP module, or the default group.
+
+    On several ranks call it on every rank, as you would call `fn`. It sends nothing itself; each rank says what it saw
+    of itself. What it wraps while it watches it puts back, also when `fn` raises; the error is `fn`'s own then.
+    A loop without a backward is a `NoGradientError`.
+    """
+    line, _ = user_line()
+    if isinstance(micro_steps, bool) or not isinstance(micro_steps, int) or micro_steps < 1:
+        raise OptionError(
+            "micro_steps",
+            seen=f"{micro_steps!r}",
+            wanted="a whole number of 1 or more",
+            fix="pass the number of micro-steps that the loop means to put into one update",
+        )
+    with watching(process_group) as watch:
+        fn(*args, **kwargs)
+    seen = windows(watch.events)
+    if not any(w.micro_steps for w in seen):
+        raise NoGradientError(
+            line,
+            seen="the function ran, and no backward in it reached a parameter that an optimizer trains",
+            wanted=f"at least {2 * micro_steps} micro-steps with a backward each",
+            fix="pass a function that runs your training loop over a few batches, eagerly",
+        )
+    return _judged(_loop(watch, seen, micro_steps, process_group))
+
+
+def _loop(watch: Watch, seen: tuple[Window, ...], k: int, group: dist.ProcessGroup | None) -> Loop:
+    trained = frozenset().union(*(w.parameters for w in seen)) or frozenset(watch.parameters)
+    mine = {i: p for i, p in watch.parameters.items() if i in trained}
+    used = [w for w in watch.wrappers if any(id(p) in trained for p in w.parameters())]
+    if group is None and used:
+        group = used[0].process_group
+    grouped = dist.is_available() and dist.is_initialized()
+    return Loop(
+        windows=seen,
+        k=k,
+        world=dist.get_world_size(group) if grouped else 1,
+        wrapped=frozenset(id(p) for w in used for p in w.parameters()),
+        bytes=sum(p.numel() * p.element_size() for p in mine.values() if p.requires_grad),
+        sharded=any(hasattr(p, "device_mesh") for p in mine.values()),
+    )
+
+
+def _judged(loop: Loop) -> Diagnosis:
+    return Diagnosis(
+        findings=findings(loop),
+        windows=tuple(_seen(w, loop) for w in loop.windows if w.micro_steps),
+        micro_steps=loop.k,
+        world_size=loop.world,
+        gradient_bytes=loop.bytes,
+    )
+
+
+def _seen(window: Window, loop: Loop) -> WindowSeen:
+    counts = [m.backward.collectives for m in window.micro_steps]
+    known = [c for c in counts if c is not None]
+    reduced = sum(m.reduces for m in window.micro_steps)
+    return WindowSeen(
+        micro_steps=len(window.micro_steps),
+        reduced=reduced,
+        collectives=sum(known) if len(known) == len(counts) else None,
+        bytes=reduced * loop.bytes,
+        updated=bool(window.steps),
+    )

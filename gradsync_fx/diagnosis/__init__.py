@@ -1,0 +1,1 @@
+"""Eager loops watched at work: what happened in them, and which easy mistakes of accumulation that shows."""

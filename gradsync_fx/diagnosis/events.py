@@ -1,0 +1,115 @@
+"""Vocabulary: what can happen in an eager loop, in the order in which it did, each with the user's line."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from types import FrameType
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something the loop did. line: the nearest `file:line` of the user's own code."""
+
+    line: str
+
+
+@dataclass(frozen=True, slots=True)
+class Forward(Event):
+    """A forward of a DDP module. synced: DDP armed its reducer in it. bypassed: of the module inside, without DDP."""
+
+    synced: bool
+    bypassed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Backward(Event):
+    """A backward that reached parameters: a micro-step.
+
+    no_sync: line of the `no_sync` it ran in, "" outside of any. collectives: really started in it, None where the group
+    does not count them. divisors: what the loss is divided by. before, after: parameters (by id) whose gradient was not
+    zero ahead of it and after it. by_accelerate: called through `accelerator.backward`.
+    """
+
+    no_sync: str
+    collectives: int | None
+    divisors: tuple[float, ...]
+    reached: frozenset[int]
+    before: frozenset[int]
+    after: frozenset[int]
+    by_accelerate: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Step(Event):
+    """An optimizer's step. held: its parameters whose gradient was not zero. scaler: made by a GradScaler."""
+
+    optimizer: int
+    parameters: frozenset[int]
+    held: frozenset[int]
+    scaler: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Zero(Event):
+    """`zero_grad` of an optimizer or a module."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clip(Event):
+    """`clip_grad_norm_` or `clip_grad_value_`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unscale(Event):
+    """`GradScaler.unscale_` by the user; the one inside of `GradScaler.step` is no event."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule(Event):
+    """The step of a learning rate scheduler."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rescaled(Event):
+    """Gradients changed by none of the above, by hand. factor: the norm before over the norm after."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sent(Event):
+    """Collectives outside of DDP that may carry gradients: a reduction by hand, or one that only the group saw."""
+
+
+def user_line() -> tuple[str, bool]:
+    """Where the user's code is now, and whether Accelerate is what called from there."""
+    frame: FrameType | None = sys._getframe(1)
+    accelerate = False
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if _is_users(file):
+            return f"{file}:{frame.f_lineno}", accelerate
+        accelerate |= f"{os.sep}accelerate{os.sep}" in file
+        frame = frame.f_back
+    return "unknown place:0", accelerate
+
+
+def _is_users(file: str) -> bool:
+    if file.startswith(("<frozen", "<eval_with_key")) or file.startswith(_LIBRARIES):
+        return False
+    installed = f"{os.sep}site-packages{os.sep}" in file
+    if installed:
+        return f"{os.sep}site-packages{os.sep}accelerate{os.sep}" not in file
+    return not file.startswith(_STANDARD)
+
+
+def _folder(file: str | None) -> str:
+    return os.path.join(os.path.dirname(os.path.abspath(file or "")), "")
+
+
+_LIBRARIES = (_folder(torch.__file__), os.path.dirname(_folder(__file__).rstrip(os.sep)) + os.sep)
+_STANDARD = _folder(os.__file__)

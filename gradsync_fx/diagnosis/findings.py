@@ -1,0 +1,98 @@
+"""What a diagnosis is: findings first, what was seen beside them, a text and JSON as views."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+
+VERSION = 1
+ERROR, WARNING, NOTE = "error", "warning", "note"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One mistake.
+
+    code: its stable name. severity: "error" (the numbers are wrong, on several ranks at least), "warning" (wasteful, or
+    probably not meant), "note".
+    line: `file:line` of the user's code. seen, wanted, fix: as in the errors of this package.
+    """
+
+    code: str
+    severity: str
+    line: str
+    seen: str
+    wanted: str
+    fix: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.severity} {self.code}\n  {self.line}: {self.seen}\n"
+            f"  wanted: {self.wanted}\n  what to do: {self.fix}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WindowSeen:
+    """One window. reduced: micro-steps in which DDP reduced. collectives: started in backward, None if not counted.
+
+    bytes: of gradients that one rank put into them. updated: an optimizer's step closed it.
+    """
+
+    micro_steps: int
+    reduced: int
+    collectives: int | None
+    bytes: int
+    updated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What `diagnose` found: `print(diagnosis)` for a text. micro_steps: as asked for.
+
+    gradient_bytes: of one reduction of all gradients, on one rank.
+    """
+
+    findings: tuple[Finding, ...]
+    windows: tuple[WindowSeen, ...]
+    micro_steps: int
+    world_size: int
+    gradient_bytes: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was found but notes."""
+        return all(f.severity == NOTE for f in self.findings)
+
+    def __str__(self) -> str:
+        lines = [str(f) for f in self.findings]
+        if self.ok:
+            lines.insert(0, "the loop looks right")
+        return "\n".join((*lines, self._seen()))
+
+    def _seen(self) -> str:
+        closed = [w for w in self.windows if w.updated]
+        text = (
+            f"seen: {sum(w.micro_steps for w in self.windows)} micro-steps, {len(closed)} updates "
+            f"(micro_steps={self.micro_steps}, world size {self.world_size})"
+        )
+        if closed:
+            text += (
+                f"\n      micro-steps per update: {_spread([w.micro_steps for w in closed])}"
+                f"\n      reducing micro-steps per update: {_spread([w.reduced for w in closed])}"
+                f"\n      gradient bytes reduced per update and rank: {_spread([w.bytes for w in closed])}"
+            )
+        return text
+
+    def to_json(self) -> str:
+        """All of it as JSON; its `version` changes when a field changes its meaning."""
+        return json.dumps({"version": VERSION, "ok": self.ok, **asdict(self)}, indent=1)
+
+
+def _spread(numbers: list[int]) -> str:
+    """One number where all are equal, else each of them."""
+    if len(set(numbers)) == 1:
+        return f"{numbers[0]:,}"
+    shown = ", ".join(f"{n:,}" for n in numbers[:8])
+    return shown + (", ..." if len(numbers) > 8 else "")

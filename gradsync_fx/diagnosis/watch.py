@@ -1,0 +1,326 @@
+"""Writes down what an eager loop does, by wrapping what it calls, and puts everything back when the block ends.
+
+Every call is passed on as it came, and what it returns is returned. Nothing is sent to other ranks: collectives are
+counted by the sequence number that the group itself keeps. Gradients are read (is there one, its norm), never written.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from gradsync_fx.diagnosis import events, graph
+from gradsync_fx.diagnosis.events import Event, user_line
+
+
+C = TypeVar("C")
+
+
+class Watch:
+    """What has been seen so far.
+
+    events: in order. parameters: all that may hold gradients, by id. wrappers: all DDP modules of the process. groups:
+    those whose collectives are counted.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.events: list[Event] = []
+        self.parameters: dict[int, Tensor] = {}
+        self.wrappers: list[DistributedDataParallel] = [
+            o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)
+        ]
+        found: list[Any] = [group] if group else [w.process_group for w in self.wrappers]
+        if group is None and dist.is_available() and dist.is_initialized():
+            found.append(dist.group.WORLD)
+        self.groups = list(dict.fromkeys(found))
+        self._no_syncs: list[str] = []
+        self._inside: list[str] = []  # which of the wrapped calls are running now
+        self._norm = 0.0
+        self._sent = self._sequence()
+
+    # What is read from the outside world.
+
+    def _sequence(self) -> int | None:
+        """Collectives that the groups have started so far; None where one does not count."""
+        if not self.groups:
+            return None
+        try:
+            return sum(int(g._get_sequence_number_for_group()) for g in self.groups)
+        except (AttributeError, RuntimeError):
+            return None
+
+    def _held(self) -> frozenset[int]:
+        """Parameters whose gradient is not zero now; renews the norm of all of them."""
+        norms = {i: graph.norm(p.grad) for i, p in self.parameters.items() if p.grad is not None}
+        self._norm = math.hypot(*norms.values())
+        return frozenset(i for i, value in norms.items() if value != 0)
+
+    def _catch_up(self, line: str) -> frozenset[int]:
+        """Writes down what happened by hand since the last event: gradients changed, collectives started."""
+        before = self._norm
+        held = self._held()
+        if before and self._norm:
+            factor = before / self._norm
+            if math.isfinite(factor) and not math.isclose(factor, 1, rel_tol=1e-4):
+                self.events.append(events.Rescaled(line, factor))
+        sent = self._sequence()
+        if sent is not None and self._sent is not None and sent > self._sent:
+            self.events.append(events.Sent(line))
+        self._sent = sent
+        return held
+
+    def _settle(self) -> None:
+        """What just happened was no doing by hand."""
+        self._held()
+        self._sent = self._sequence()
+
+    @contextmanager
+    def _running(self, name: str) -> Iterator[None]:
+        self._inside.append(name)
+        try:
+            yield
+        finally:
+            self._inside.remove(name)
+
+    # The wrapped calls.
+
+    def forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+            line, _ = user_line()
+            self._catch_up(line)
+            self._meet(ddp)
+            synced = torch.is_grad_enabled() and bool(ddp.require_backward_grad_sync)
+            if torch.is_grad_enabled():
+                self.events.append(events.Forward(line, synced, bypassed=False))
+            with self._running("forward"):
+                result = original(ddp, *args, **kwargs)
+            self._sent = self._sequence()
+            return result
+
+        return forward
+
+    def inner_forward(self, _module: nn.Module, _args: Any) -> None:
+        """A hook ahead of the forward of a module inside a DDP module."""
+        if "forward" not in self._inside and torch.is_grad_enabled():
+            self.events.append(events.Forward(user_line()[0], synced=False, bypassed=True))
+
+    def no_sync(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @contextmanager
+        def no_sync(ddp: DistributedDataParallel) -> Iterator[None]:
+            with original(ddp):
+                self._no_syncs.append(user_line()[0])
+                try:
+                    yield
+                finally:
+                    self._no_syncs.pop()
+
+        return no_sync
+
+    def backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if "backward" in self._inside:  # of a checkpointed region, inside of another
+                return original(tensors, *args, **kwargs)
+            roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            roots = [t for t in roots if isinstance(t, Tensor)]
+            line, by_accelerate = user_line()
+            reached = graph.reached(roots)
+            self.parameters |= reached
+            before = self._catch_up(line)
+            divisors = graph.divisors(roots[0]) if roots else ()
+            sent = self._sequence()
+            with self._running("backward"):
+                result = original(tensors, *args, **kwargs)
+            now = self._sequence()
+            self._settle()
+            after = self._held()
+            self.events.append(
+                events.Backward(
+                    line,
+                    no_sync=self._no_syncs[-1] if self._no_syncs else "",
+                    collectives=None if now is None or sent is None else now - sent,
+                    divisors=divisors,
+                    reached=frozenset(reached) | (after - before),
+                    before=before,
+                    after=after,
+                    by_accelerate=by_accelerate,
+                )
+            )
+            return result
+
+        return backward
+
+    def _meet(self, ddp: DistributedDataParallel) -> None:
+        if not any(ddp is w for w in self.wrappers):
+            self.wrappers.append(ddp)
+            if ddp.process_group not in self.groups:
+                self.groups.append(ddp.process_group)
+                self._sent = self._sequence()
+        self.watch(ddp.parameters())
+
+    def watch(self, parameters: Iterable[Tensor]) -> None:
+        self.parameters |= {id(p): p for p in parameters if p.requires_grad}
+
+    def simple(self, kind: type[Event], name: str) -> Callable[[Callable[..., Any]], Any]:
+        """For calls of which it matters only that they were made, outside of each other."""
+
+        def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                own = name not in self._inside and not (
+                    name == "unscale" and "scaler" in self._inside
+                )
+                if name == "unscale" and not args[0].is_enabled():
+                    own = False
+                if name == "schedule" and sys._getframe(1).f_code.co_name == "_initial_step":
+                    own = False
+                if not own:
+                    return original(*args, **kwargs)
+                line, _ = user_line()
+                self._catch_up(line)
+                self.events.append(kind(line))
+                with self._running(name):
+                    result = original(*args, **kwargs)
+                self._settle()
+                return result
+
+            return call
+
+        return wrap
+
+    def scaler_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A GradScaler leaves the optimizer's step out where gradients are not finite: an update all the same."""
+
+        def step(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if not scaler.is_enabled():
+                return original(scaler, optimizer, *args, **kwargs)
+            line, _ = user_line()
+            held = self._catch_up(line)
+            self.before_step(optimizer, (), {}, line=line, held=held, scaler=True)
+            with self._running("scaler"):
+                result = original(scaler, optimizer, *args, **kwargs)
+            self._settle()
+            return result
+
+        return step
+
+    def before_step(
+        self, optimizer: Optimizer, _args: Any, _kwargs: Any, *,
+        line: str = "", held: frozenset[int] | None = None, scaler: bool = False,
+    ) -> None:  # fmt: skip
+        """A hook ahead of every optimizer's step."""
+        if "scaler" in self._inside:
+            return
+        line = line or user_line()[0]
+        own = {id(p): p for g in optimizer.param_groups for p in g["params"]}
+        held = self._catch_up(line) if held is None else held
+        self.watch(own.values())
+        mine = frozenset(own)
+        self.events.append(events.Step(line, id(optimizer), mine, held & mine, scaler))
+
+    def after_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        """A hook after every optimizer's step."""
+        self._settle()
+
+    def all_reduce(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A reduction of a tensor too small to be the gradients, and none of them, is a metric's."""
+
+        def all_reduce(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            sent = self._sequence()
+            result = original(tensor, *args, **kwargs)
+            now = self._sequence()
+            if self._is_gradient(tensor):
+                self.events.append(events.Sent(user_line()[0]))
+            elif now is not None and sent is not None and self._sent is not None:
+                self._sent += now - sent
+            return result
+
+        return all_reduce
+
+    def _is_gradient(self, tensor: Any) -> bool:
+        if not isinstance(tensor, Tensor):
+            return True
+        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
+        spaces = {g.untyped_storage().data_ptr() for g in grads if not g.is_sparse}
+        if not tensor.is_sparse and tensor.untyped_storage().data_ptr() in spaces:
+            return True
+        return tensor.is_floating_point() and 2 * tensor.numel() >= sum(g.numel() for g in grads)
+
+
+@contextmanager
+def watching(group: dist.ProcessGroup | None) -> Iterator[Watch]:
+    """Watches what this process does in the block. group: whose collectives are counted."""
+    watch = Watch(group)
+    clip = watch.simple(events.Clip, "clip")
+    schedule = watch.simple(events.Schedule, "schedule")
+    zero = watch.simple(events.Zero, "zero")
+    functions: list[tuple[Any, Callable[..., Any]]] = [
+        (torch.autograd.backward, watch.backward),
+        (nn.utils.clip_grad_norm_, clip),
+        (nn.utils.clip_grad_value_, clip),
+    ]
+    if dist.is_available():
+        functions.append((dist.all_reduce, watch.all_reduce))
+    with ExitStack() as stack:
+        for function, wrap in functions:
+            stack.enter_context(_everywhere(function, wrap(function)))
+        for owner, name, change in (
+            (DistributedDataParallel, "forward", watch.forward),
+            (DistributedDataParallel, "no_sync", watch.no_sync),
+            (Optimizer, "zero_grad", zero),
+            (nn.Module, "zero_grad", zero),
+            (torch.amp.GradScaler, "unscale_", watch.simple(events.Unscale, "unscale")),
+            (torch.amp.GradScaler, "step", watch.scaler_step),
+            *((c, "step", schedule) for c in _family(LRScheduler) if "step" in vars(c)),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, change(getattr(owner, name))))
+        for ddp in watch.wrappers:
+            if getattr(ddp.module, "_compiled_call_impl", None) is None:
+                handle = ddp.module.register_forward_pre_hook(watch.inner_forward)
+                stack.callback(handle.remove)
+        stack.callback(register_optimizer_step_pre_hook(watch.before_step).remove)
+        stack.callback(register_optimizer_step_post_hook(watch.after_step).remove)
+        yield watch
+
+
+@contextmanager
+def _everywhere(function: Any, other: Any) -> Iterator[None]:
+    """Puts `other` in the place of a function under every name that a module has for it."""
+    other.__name__, other.__doc__ = function.__name__, function.__doc__
+    found = [
+        (names, name)
+        for module in list(sys.modules.values())
+        for names in [getattr(module, "__dict__", None)]
+        if isinstance(names, dict)
+        for name, value in list(names.items())
+        if value is function
+    ]
+    for names, name in found:
+        names[name] = other
+    try:
+        yield
+    finally:
+        for names, name in found:
+            names[name] = function
+
+
+def _family(kind: type[C]) -> list[type[C]]:
+    """A class and all classes below it, each once."""
+    found = {kind: None}
+    for below in kind.__subclasses__():
+        found |= dict.fromkeys(_family(below))
+    return list(found)

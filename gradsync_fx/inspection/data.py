@@ -1,0 +1,130 @@
+"""The report as data. Text, page, JSON, DOT and networkx are views of it, each in a file of its own.
+
+Counts and bytes are for one window and one rank unless a field says otherwise. before: every micro-step reduces its
+gradients, as DDP does without `no_sync`. after: the programs of gradsync_fx.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gradsync_fx.inspection.costs import Prediction
+from gradsync_fx.journal import Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Nodes of the captured step with one role, and the user's lines that they stand for."""
+
+    role: str
+    nodes: int
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of the step's modules. trained: it receives a gradient in the captured step."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    trained: bool
+    accumulator_dtype: str
+    optimizer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One all-reduce of a bucket of gradients.
+
+    bytes: what one rank puts in. programs: where it stands, as the node's place among the program's nodes. nodes: by
+    name in `graph`, the all-reduce itself and then the gradients that it reduces.
+    """
+
+    bucket: int
+    parameters: tuple[str, ...]
+    op: str
+    group: str
+    ranks: int
+    dtype: str
+    bytes: int
+    programs: dict[str, int]
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A collective of the user's that stays where it is, and why."""
+
+    op: str
+    line: str
+    why: str
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """What the window's sum is divided by, and the dtypes on the way."""
+
+    reduction: str
+    formula: str
+    accumulator_dtypes: tuple[str, ...]
+    wire_dtypes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramInfo:
+    """One program. compile_seconds None: built for this report, not compiled. calls, seconds: measured, host time."""
+
+    name: str
+    nodes: int
+    collectives: int
+    compile_seconds: float | None
+    calls: int
+    seconds: float
+    code: str
+
+
+@dataclass(frozen=True, slots=True)
+class GraphNode:
+    """A node of the captured step. module: path of the submodule it belongs to, "" where there is none."""
+
+    name: str
+    op: str
+    region: str
+    module: str
+    line: str
+    inputs: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    parameter: str
+    programs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReportData:
+    """What a step does and what the rewrite changed. See the module's text for the units."""
+
+    step: str
+    line: str
+    k: int | str
+    world_size: int
+    simulated: bool
+    collectives_before: int
+    collectives_after: int
+    bytes_before: int
+    bytes_after: int
+    collectives: tuple[Collective, ...]
+    kept: tuple[Kept, ...]
+    refusals: tuple[str, ...]
+    scale: Scale
+    warnings: tuple[str, ...]
+    unused_parameters: tuple[str, ...]
+    parameters: tuple[Parameter, ...]
+    regions: tuple[Region, ...]
+    passes: tuple[Entry, ...]
+    programs: tuple[ProgramInfo, ...]
+    graph: tuple[GraphNode, ...]
+    predicted: Prediction

@@ -1,0 +1,316 @@
+"""From captured steps to the report: what stands where, read off the step's graph and its programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from gradsync_fx import ops
+from gradsync_fx.capture import readable
+from gradsync_fx.captured import NONE, CapturedStep
+from gradsync_fx.errors import WindowError
+from gradsync_fx.inspection.costs import Hardware, predict
+from gradsync_fx.inspection.data import (
+    Collective,
+    GraphNode,
+    Kept,
+    Parameter,
+    ProgramInfo,
+    Region,
+    Scale,
+)
+from gradsync_fx.inspection.flops import load_of
+from gradsync_fx.inspection.remarks import remarks
+from gradsync_fx.inspection.report import Report
+from gradsync_fx.options import Options
+from gradsync_fx.plan import Bucket
+from gradsync_fx.program import Kind, Program
+
+
+ROLES = ("forward", "backward", "gradient sync", "optimizer", "other")
+FORMULAS = {
+    "mean": "all-reduce(sum of g) / (micro-steps summed on all ranks)",
+    "sum": "all-reduce(sum of g) / ranks",
+    "weighted": "all-reduce(sum of w g) / all-reduce(sum of w)",
+}
+
+
+def describe(
+    captures: Sequence[CapturedStep],
+    options: Options,
+    *,
+    step: str,
+    line: str,
+    simulated: bool = False,
+    hardware: str | Hardware = "laptop",
+) -> Report:
+    """The report of the latest capture that reaches an update. Raises `WindowError` when there is none yet."""
+    closing = [c for c in captures if c.updates]
+    if not closing:
+        raise WindowError(
+            "report",
+            seen="nothing has been captured yet that reaches an update",
+            wanted="a call of the step before",
+            fix="call the step, or step.prepare(...), first",
+        )
+    captured = closing[-1]
+    everything = frozenset(range(len(options.steps)))
+    programs = {"boundary": captured.build(everything)}
+    if options.accumulates:
+        programs["accumulate"] = next((c for c in captures if not c.updates), captured).build(NONE)
+    graph = _graph(captured, programs)
+    collectives = _collectives(captured, programs)
+    k = max(options.steps) or 1
+    size, count = sum(c.bytes for c in collectives), len(collectives)
+    times = k if options.sync_each_batch else 1
+    return Report(
+        step=step,
+        line=line,
+        k=options.steps[0] or "manual" if len(options.steps) == 1 else k,
+        world_size=captured.setting.world,
+        simulated=simulated,
+        collectives_before=k * count,
+        collectives_after=times * count,
+        bytes_before=k * size,
+        bytes_after=times * size,
+        collectives=collectives,
+        kept=_kept(captured),
+        refusals=_refusals(captured),
+        scale=_scale(captured, options),
+        warnings=remarks(captures, options),
+        unused_parameters=tuple(
+            n for n in captured.capture.parameters if all(n not in c.names for c in captures)
+        ),
+        parameters=_parameters(captured),
+        regions=_regions(graph),
+        passes=tuple(e for c in captures for e in c.journal.entries),
+        programs=_programs(captures),
+        graph=graph,
+        predicted=predict(load_of(captured), k, hardware, sync_each=options.sync_each_batch),
+    )
+
+
+def _region(captured: CapturedStep, node: Node, origin: Node | None) -> str:
+    if origin is None:
+        return "optimizer" if node.meta.get("made_by") == "inline_updates" else "gradient sync"
+    if origin.target is torch.ops.aten.copy_.default and origin in captured.regions.boundary_writes:
+        return "optimizer"
+    if origin in captured.regions.beyond:
+        return (
+            "gradient sync" if ops.is_collective(origin) or origin.target is ops.WAIT else "other"
+        )
+    return "backward" if origin.meta.get("autograd_backward") else "forward"
+
+
+def _graph(captured: CapturedStep, programs: dict[str, Program]) -> tuple[GraphNode, ...]:
+    """The boundary program, node by node; inputs that hold optimizer state or scalars are left out."""
+    boundary = programs["boundary"]
+    originals = {n.name: n for n in captured.capture.step.module.graph.nodes}
+    shared = (
+        {n.meta.get("origin") for n in programs["accumulate"].module.graph.nodes}
+        if "accumulate" in programs
+        else set()
+    )
+    slots = dict(
+        zip(boundary.module.graph.find_nodes(op="placeholder"), boundary.slots, strict=True)
+    )
+    quiet = (Kind.STATE, Kind.SCALAR, Kind.WEIGHT)
+    shown = [
+        n
+        for n in boundary.module.graph.nodes
+        if n.op != "output" and not (n in slots and slots[n].kind in quiet)
+    ]
+    names = {n.name for n in shown}
+    modules = _modules(captured)
+    found = []
+    for node in shown:
+        origin = originals.get(str(node.meta.get("origin", "")))
+        slot = slots.get(node)
+        value = node.meta.get("val")
+        tensor = value if isinstance(value, torch.Tensor) else None
+        found.append(
+            GraphNode(
+                name=node.name,
+                op=f"{slot.kind.value}" if slot else str(node.target),
+                region="input" if slot else _region(captured, node, origin),
+                module=modules.get(origin, "") if origin is not None else "",
+                line=ops.user_line(origin) if origin is not None and not slot else "",
+                inputs=tuple(s.name for s in node.all_input_nodes if s.name in names),
+                shape=_numbers(tensor.shape) if tensor is not None else (),
+                dtype=_dtype(tensor.dtype) if tensor is not None else "",
+                bytes=_bytes(tensor) if tensor is not None else 0,
+                parameter=slot.name if slot else "",
+                programs=("accumulate", "boundary")
+                if node.meta.get("origin") in shared
+                else ("boundary",),
+            )
+        )
+    return tuple(found)
+
+
+def _modules(captured: CapturedStep) -> dict[Node, str]:
+    """Path of the submodule that each node was traced in; a backward node's is that of the forward it belongs to."""
+    found: dict[Node, str] = {}
+    by_number: dict[Any, str] = {}
+    for node in captured.capture.step.module.graph.nodes:
+        stack = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+        number = node.meta.get("seq_nr")
+        if stack:
+            root, last = readable(stack[0]), readable(stack[-1])
+            found[node] = last.removeprefix(root).removeprefix(".") or type_of(node)
+            by_number.setdefault(number, found[node])
+        elif node.meta.get("autograd_backward") and number in by_number:
+            found[node] = by_number[number]
+    return found
+
+
+def type_of(node: Node) -> str:
+    """Class name of the outermost module that a node was traced in."""
+    _, kind = next(iter(node.meta["nn_module_stack"].values()))
+    return str(getattr(kind, "__name__", kind))
+
+
+def _regions(graph: Sequence[GraphNode]) -> tuple[Region, ...]:
+    found = []
+    for role in ROLES:
+        nodes = [n for n in graph if n.region == role]
+        lines = tuple(dict.fromkeys(n.line for n in nodes if n.line))
+        found.append(Region(role, len(nodes), lines))
+    return tuple(found)
+
+
+def _collectives(captured: CapturedStep, programs: dict[str, Program]) -> tuple[Collective, ...]:
+    found = []
+    starts = {
+        name: [
+            (i, n)
+            for i, n in enumerate(program.module.graph.nodes)
+            if ops.is_reduction(n) and (n.meta.get("made_by") or "origin" not in n.meta)
+        ]
+        for name, program in programs.items()
+    }
+    buckets = [b for b in captured.plan.buckets if b.reduction.group is not None]
+    for number, bucket in enumerate(buckets):
+        places = {n: s[number][0] for n, s in starts.items() if number < len(s)}
+        nodes = {n: s[number][1].name for n, s in starts.items() if number < len(s)}
+        found.append(_collective(captured, number, bucket, places, nodes.get("boundary", "")))
+    return tuple(found)
+
+
+def _collective(
+    captured: CapturedStep, number: int, bucket: Bucket, places: dict[str, int], node: str
+) -> Collective:
+    leaves = [captured.capture.step.leaves[i] for i in bucket.leaves]
+    dtype = captured.plan.wire_dtype or captured.plan.accumulators[leaves[0].name].dtype
+    gradients = [str(captured.regions.gradients[i][0].args[0]) for i in bucket.leaves]
+    return Collective(
+        bucket=number,
+        parameters=tuple(leaf.name for leaf in leaves),
+        op=bucket.reduction.op,
+        group=bucket.reduction.group or "",
+        ranks=captured.setting.world,
+        dtype=_dtype(dtype),
+        bytes=sum(leaf.parameter.numel() for leaf in leaves) * dtype.itemsize,
+        programs=places,
+        nodes=tuple([node, *gradients] if node else gradients),
+    )
+
+
+def _kept(captured: CapturedStep) -> tuple[Kept, ...]:
+    """The user's own collectives: those of the micro-step run in every call, the others once, with the update."""
+    found = []
+    for node in captured.capture.step.module.graph.nodes:
+        if not ops.is_collective(node):
+            continue
+        if node not in captured.regions.beyond:
+            why = "no gradient goes into it: part of the loss or of a metric, in every micro-step"
+        elif any(node in hand.wait.all_input_nodes for hand in captured.regions.hand.values()):
+            continue
+        else:
+            why = "it reads reduced gradients: once, at the boundary"
+        found.append(Kept(str(node.target), ops.user_line(node), why, node.name))
+    return tuple(found)
+
+
+def _refusals(captured: CapturedStep) -> tuple[str, ...]:
+    leaves = captured.capture.step.leaves
+    return tuple(
+        f"{leaves[leaf].name}: its gradient goes into a tensor that the step reduces itself; not bucketed"
+        for leaf in sorted(captured.regions.hand_flat)
+    )
+
+
+def _scale(captured: CapturedStep, options: Options) -> Scale:
+    sums = captured.plan.accumulators
+    names = [n for n in captured.names if n in sums]
+    accumulators = tuple(dict.fromkeys(_dtype(sums[n].dtype) for n in names))
+    wire = captured.plan.wire_dtype
+    return Scale(
+        reduction=options.reduction,
+        formula=FORMULAS[options.reduction],
+        accumulator_dtypes=accumulators,
+        wire_dtypes=(_dtype(wire),) if wire is not None else accumulators,
+    )
+
+
+def _parameters(captured: CapturedStep) -> tuple[Parameter, ...]:
+    owner = {
+        id(p): type(o).__name__
+        for o in captured.capture.optimizers
+        for group in o.param_groups
+        for p in group["params"]
+    }
+    sums = captured.plan.accumulators
+    return tuple(
+        Parameter(
+            name=name,
+            shape=_numbers(p.shape),
+            dtype=_dtype(p.dtype),
+            bytes=_bytes(p),
+            trained=name in captured.names,
+            accumulator_dtype=_dtype(sums[name].dtype) if name in sums else "",
+            optimizer=owner.get(id(p), ""),
+        )
+        for name, p in captured.capture.parameters.items()
+    )
+
+
+def _programs(captures: Sequence[CapturedStep]) -> tuple[ProgramInfo, ...]:
+    found = []
+    for captured in captures:
+        for name, program in captured.programs.items():
+            calls, seconds = captured.measured.get(name, (0, 0.0))
+            nodes = list(program.module.graph.nodes)
+            found.append(
+                ProgramInfo(
+                    name=name,
+                    nodes=len(nodes),
+                    collectives=sum(1 for n in nodes if ops.is_collective(n)),
+                    compile_seconds=captured.compile_seconds.get(name),
+                    calls=calls,
+                    seconds=seconds,
+                    code=program.module.code,
+                )
+            )
+    return tuple(found)
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _numbers(shape: Any) -> tuple[int, ...]:
+    """Sizes; a symbol by its hint."""
+    return tuple(
+        int(s) if isinstance(s, int) else int(getattr(s.node, "hint", 0) or 0) for s in shape
+    )
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    count = 1
+    for size in _numbers(tensor.shape):
+        count *= size
+    return count * tensor.element_size()

@@ -1,0 +1,56 @@
+"""FLOPs of a captured step, by torch's own formulas, from the shapes in its graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node, map_arg
+from torch.utils.flop_counter import flop_registry
+
+from gradsync_fx.captured import CapturedStep
+from gradsync_fx.inspection.costs import Load
+
+
+def load_of(captured: CapturedStep) -> Load:
+    """What a micro-step has to do, and when each bucket's gradients are there."""
+    beyond = captured.regions.beyond
+    forward = total = 0
+    after: dict[Node, int] = {}
+    for node in captured.capture.step.module.graph.nodes:
+        if node.op == "call_function" and node not in beyond:
+            flops = flops_of(node)
+            total += flops
+            if not node.meta.get("autograd_backward"):
+                forward += flops
+        after[node] = total
+    buckets = []
+    for number, bucket in enumerate(captured.plan.buckets):
+        if bucket.reduction.group is None:
+            continue
+        markers = [captured.regions.gradients[leaf][0] for leaf in bucket.leaves]
+        ready = max(after[m.all_input_nodes[0]] for m in markers)
+        leaves = [captured.capture.step.leaves[i] for i in bucket.leaves]
+        dtype = captured.plan.wire_dtype or captured.plan.accumulators[leaves[0].name].dtype
+        size = sum(leaf.parameter.numel() for leaf in leaves) * dtype.itemsize
+        buckets.append((f"bucket {number}", ready / total if total else 1.0, size))
+    return Load(forward, total, tuple(buckets), captured.setting.world)
+
+
+def flops_of(node: Node) -> int:
+    """FLOPs of one node: products, convolutions and attention; 0 for all else."""
+    packet = getattr(node.target, "overloadpacket", None)
+    formula = flop_registry.get(packet)
+    if formula is None:
+        return 0
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: _hinted(n.meta["val"]))
+    out = _hinted(node.meta["val"])
+    return int(formula(*args, **kwargs, out_val=out))
+
+
+def _hinted(value: Any) -> Any:
+    """A tensor without storage, every size a number."""
+    if isinstance(value, torch.Tensor):
+        sizes = [s if isinstance(s, int) else int(s.node.hint or 1) for s in value.shape]
+        return torch.empty(sizes, dtype=value.dtype, device="meta")
+    return value

@@ -1,0 +1,61 @@
+// What the step's owner should look at, and what the compiler did: warnings, kept collectives, programs, passes.
+
+function drawNotes(report, showNode) {
+  const notes = [
+    ...report.warnings.map((text) => note("Warning", "warning", withLines(text))),
+    ...report.refusals.map((text) => note("Declined", "declined", withLines(text))),
+    ...report.kept.map((k) => note("Kept", "kept", [
+      el("code", {}, k.op), ...k.line ? [" at ", el("code", {}, k.line)] : [], ": ", k.why, " ",
+      showNode(k.node) ? el("button", { type: "button", click: showNode(k.node) }, "Show in graph") : "",
+    ])),
+    ...report.unused_parameters.length ? [note("No gradient", "unused", [
+      `${plural(report.unused_parameters.length, "parameter")} without a gradient in this step: `, ...names(report.unused_parameters, 6),
+    ])] : [],
+  ];
+  if (!notes.length) return;
+  byId("notes").hidden = false;
+  byId("notes-body").append(el("ul", { class: "notes plain" }, notes));
+}
+
+function note(kind, slugged, content) {
+  return el("li", { class: `note ${slugged}` }, el("strong", {}, kind), el("div", {}, content));
+}
+
+function drawPrograms(report) {
+  const found = report.programs.map((p) => [
+    el("code", {}, p.name), count(p.nodes), count(p.collectives), p.compile_seconds === null ? "not compiled" : seconds(p.compile_seconds),
+    p.calls ? count(p.calls) : "–", p.calls ? seconds(p.seconds / p.calls) : "–",
+  ]);
+  const measured = report.programs.some((p) => p.calls);
+  byId("programs-body").append(
+    table("Programs", [{ title: "Program" }, { title: "Nodes", number: true }, { title: "Collectives", number: true }, { title: "Compiled in", number: true },
+      { title: "Calls", number: true }, { title: "Measured per call", number: true }], found, { id: "programs-table" }),
+    el("p", { class: "muted" }, measured ? "Measured: host time of the calls so far, this rank. Not to be mixed with the estimates above."
+      : "Nothing has been run: there are no measured times."),
+    ...report.programs.map((p) => lazy(["Code of ", el("code", {}, p.name), el("span", { class: "muted" }, ` ${plural(p.code.split("\n").length, "line")}`)],
+      () => el("pre", { tabindex: "0" }, el("code", {}, p.code.trim())))),
+    ...report.regions.length ? [lazy("Regions and their lines", () => regionTable(report))] : [],
+    lazy(`Passes: ${passesTold(report)}`, () => passTable(report), { id: "passes" }));
+}
+
+function passesTold(report) {
+  const time = report.passes.reduce((sum, p) => sum + p.milliseconds, 0) / 1e3;
+  return `${plural(report.passes.length, "run")}, ${seconds(time)}`;
+}
+
+function regionTable(report) {
+  return table("Regions", [{ title: "Region" }, { title: "Nodes", number: true }, { title: "Lines" }], report.regions.map((r) => [
+    el("span", {}, el("i", { class: `swatch ${slug(r.role)}`, "aria-hidden": "true" }), " ", r.role), count(r.nodes),
+    el("span", { title: r.lines.join("\n") }, r.lines.slice(0, 4).map(shortLine).join(", ") + (r.lines.length > 4 ? ` and ${r.lines.length - 4} more` : "") || "–")]));
+}
+
+function passTable(report) {
+  const most = Math.max(...report.passes.map((p) => p.milliseconds), 1e-9);
+  return table("Passes", [{ title: "Pass" }, { title: "Program" }, { title: "Time", number: true }, { title: "" }, { title: "Nodes", number: true },
+    { title: "Change", number: true }], report.passes.map((p) => {
+    const change = p.nodes_after - p.nodes_before;
+    return [el("code", {}, p.name), p.program, seconds(p.milliseconds / 1e3),
+      el("span", { class: "spark", "aria-hidden": "true", style: { "--part": p.milliseconds / most } }), count(p.nodes_after),
+      change === 0 ? "–" : (change > 0 ? "+" : "−") + count(Math.abs(change))];
+  }));
+}

@@ -1,0 +1,71 @@
+// Search by parameter, node or module: a combobox with a list of what fits.
+
+const RESULTS = 12;
+
+function makeSearch(tree, report, choose) {
+  const entries = [
+    ...report.parameters.map((p) => ({ kind: "parameter", text: p.name, parameter: p })),
+    ...[...tree.items.values()].filter((i) => !i.leaf && i.depth > 1).map((i) =>
+      ({ kind: `module, ${i.region}`, text: i.path.join("."), item: i })),
+    ...[...tree.leaves.values()].map((leaf) => ({ kind: leaf.region, text: leaf.node.name, item: leaf })),
+  ];
+  for (const entry of entries) entry.lower = entry.text.toLowerCase();
+  const inputs = new Map([...tree.leaves.values()].filter((l) => l.node.op === "parameter").map((l) => [l.node.parameter, l]));
+  const list = el("ul", { id: "search-list", role: "listbox", "aria-label": "What was found", hidden: true });
+  const field = el("input", {
+    id: "search", type: "search", placeholder: "Parameter, node or module", autocomplete: "off", spellcheck: "false", role: "combobox",
+    "aria-label": "Search the graph", "aria-expanded": "false", "aria-controls": "search-list", "aria-autocomplete": "list",
+  });
+  let found = [];
+  let active = -1;
+
+  const close = () => {
+    list.hidden = true;
+    active = -1;
+    field.setAttribute("aria-expanded", "false");
+    field.removeAttribute("aria-activedescendant");
+  };
+  const take = (entry) => {
+    close();
+    field.value = entry.text;
+    choose(entry.item || inputs.get(entry.text) || null, entry.parameter);
+  };
+  const activate = (to) => {
+    active = (to + found.length) % found.length;
+    [...list.children].forEach((option, i) => option.setAttribute("aria-selected", String(i === active)));
+    list.children[active].scrollIntoView({ block: "nearest" });
+    field.setAttribute("aria-activedescendant", `search-${active}`);
+  };
+  const update = () => {
+    const wanted = field.value.trim().toLowerCase();
+    if (!wanted) { close(); return; }
+    const scored = [];
+    for (const entry of entries) {
+      const at = entry.lower.indexOf(wanted);
+      if (at >= 0) scored.push([(entry.lower === wanted ? 0 : at === 0 ? 1 : 2) + (entry.kind === "parameter" ? 0 : 0.5), entry]);
+    }
+    scored.sort((a, b) => a[0] - b[0]);
+    found = scored.slice(0, RESULTS).map(([, entry]) => entry);
+    active = -1;
+    list.replaceChildren(...found.map((entry, i) => el("li", {
+      id: `search-${i}`, role: "option", "aria-selected": "false", mousedown: (event) => event.preventDefault(), click: () => take(entry),
+    }, el("span", {}, entry.text), el("small", {}, entry.kind))));
+    if (!found.length) list.append(el("li", { class: "none" }, "nothing of that name"));
+    else if (scored.length > RESULTS) list.append(el("li", { class: "none", "aria-hidden": "true" }, `and ${count(scored.length - RESULTS)} more`));
+    list.hidden = false;
+    field.setAttribute("aria-expanded", "true");
+  };
+  field.addEventListener("input", update);
+  field.addEventListener("blur", close);
+  field.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") close();
+    else if (event.key === "Enter") {
+      if (list.hidden) update();
+      if (found.length && !list.hidden) take(found[Math.max(active, 0)]);
+    } else if ((event.key === "ArrowDown" || event.key === "ArrowUp") && found.length && !list.hidden) {
+      event.preventDefault();
+      activate(active < 0 && event.key === "ArrowUp" ? found.length - 1 : active + (event.key === "ArrowDown" ? 1 : -1));
+    }
+  });
+  return el("div", { class: "search" }, field, list);
+}

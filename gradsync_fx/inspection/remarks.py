@@ -1,0 +1,119 @@
+"""Warnings of the report: what in the step is probably not meant as it stands."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.fx import Node
+
+from gradsync_fx import ops
+from gradsync_fx.captured import CapturedStep
+from gradsync_fx.ops import Role, argument
+from gradsync_fx.options import Options
+
+
+def remarks(captures: Sequence[CapturedStep], options: Options) -> tuple[str, ...]:
+    """All warnings, each once."""
+    found = (text for captured in captures for text in _of(captured, options))
+    return tuple(dict.fromkeys(found))
+
+
+def _of(captured: CapturedStep, options: Options) -> Iterator[str]:
+    yield from _nothing_removed(captured, options)
+    yield from _unsynchronised(captured)
+    yield from _divided_twice(captured, options)
+    yield from _no_sync(captured)
+    yield from _batch_norm(captured)
+    yield from _flags_of_ddp(captured)
+
+
+def _nothing_removed(captured: CapturedStep, options: Options) -> Iterator[str]:
+    grouped = any(b.reduction.group is not None for b in captured.plan.buckets)
+    k, world = max(options.steps), captured.setting.world
+    if world > 1 and options.accumulates and captured.updates:
+        if options.sync_each_batch:
+            yield (
+                f"0 gradient collectives removed although world size is {world} and k is {k or 'manual'}: "
+                "sync_each_batch=True reduces in every micro-step"
+            )
+        elif not grouped and not captured.regions.hand_flat:
+            yield f"0 gradient collectives removed although world size is {world} and k is {k or 'manual'}"
+
+
+def _unsynchronised(captured: CapturedStep) -> Iterator[str]:
+    if captured.setting.world < 2:
+        return
+    alone = [
+        captured.capture.step.leaves[leaf].name
+        for bucket in captured.plan.buckets
+        if bucket.reduction.group is None
+        for leaf in bucket.leaves
+        if leaf not in captured.regions.hand_flat
+    ]
+    if alone:
+        yield (
+            f"parameters without gradient synchronisation: {', '.join(alone)} "
+            f"(used in step, world size {captured.setting.world})"
+        )
+
+
+def _divided_twice(captured: CapturedStep, options: Options) -> Iterator[str]:
+    if options.reduction == "sum":
+        return
+    for note in captured.capture.step.module.graph.find_nodes(op="call_function", target=ops.NOTE):
+        if argument(note, 2) != Role.LOSS:
+            continue
+        for node, number in _divisions(argument(note, 1)):
+            if number > 1 and (number in options.steps or options.manual):
+                yield (
+                    f"the loss is divided by {number:g} at {ops.user_line(node)}, and the window's sum again by its "
+                    f'micro-steps (reduction="{options.reduction}"): leave the division out, or pass reduction="sum"'
+                )
+
+
+def _divisions(value: Node) -> Iterator[tuple[Node, float]]:
+    """Numbers that a loss is divided by on its way to backward."""
+    aten = torch.ops.aten
+    through = (aten.alias.default, aten.detach.default, aten.view.default, aten.clone.default)
+    while value.op == "call_function":
+        if value.target in (aten.div.Tensor, aten.mul.Tensor):
+            source, number = argument(value, 0), argument(value, 1)
+            if isinstance(number, Node) or not number:
+                return
+            factor = float(number) if value.target is aten.div.Tensor else 1 / float(number)
+            yield value, float(round(factor)) if math.isclose(factor, round(factor)) else factor
+            value = source
+        elif value.target in through:
+            value = argument(value, 0)
+        else:
+            return
+
+
+def _no_sync(captured: CapturedStep) -> Iterator[str]:
+    for line, forwards in captured.capture.no_syncs:
+        if forwards:
+            yield f"no_sync entered at {line} has no effect here: windows are gradsync_fx's; leave it out"
+        else:
+            yield (
+                f"no_sync entered at {line} round `backward` only: DDP decides in forward, so that in eager every "
+                "micro-step reduces; here it has no effect: leave it out"
+            )
+
+
+def _batch_norm(captured: CapturedStep) -> Iterator[str]:
+    if not captured.capture.batch_norms:
+        return
+    names = ", ".join(captured.capture.batch_norms)
+    yield (
+        f"BatchNorm in training mode ({names}): its statistics are of micro-batches, so the result is that of eager "
+        "accumulation, not of one large batch"
+    )
+
+
+def _flags_of_ddp(captured: CapturedStep) -> Iterator[str]:
+    for ddp in captured.capture.ddp:
+        for flag in ("static_graph", "find_unused_parameters"):
+            if getattr(ddp, flag, False):
+                yield f"DistributedDataParallel({flag}=True) is not used: its reducer never runs"

@@ -1,0 +1,134 @@
+"""The report as tables for the terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from gradsync_fx.inspection.data import ReportData
+
+
+WIDTH = 100
+FEW = 3  # names of a bucket that a table shows
+
+
+def to_text(report: ReportData, width: int = WIDTH) -> str:
+    """Plain text, `width` columns at most."""
+    console = Console(width=width, color_system=None, force_terminal=False)
+    with console.capture() as captured:
+        console.print(to_tables(report))
+    return captured.get().rstrip()
+
+
+def to_tables(report: ReportData) -> RenderableType:
+    """For a `rich` console of the caller's."""
+    where = f"  ({report.line})" if report.line else ""
+    simulated = ", simulated" if report.simulated else ""
+    parts: list[RenderableType] = [
+        Text(f"{report.step}{where}", style="bold"),
+        Text(f"one window: k = {report.k} micro-steps, {report.world_size} ranks{simulated}"),
+        Text(f"gradient = {report.scale.formula}"),
+        _before_after(report),
+        _collectives(report),
+        _regions(report),
+        _programs(report),
+        _prediction(report),
+        _measured(report),
+    ]
+    for kept in report.kept:
+        parts.append(Text(f"kept: {kept.op} at {kept.line}: {kept.why}"))
+    for refusal in report.refusals:
+        parts.append(Text(f"declined: {refusal}"))
+    if report.unused_parameters:
+        parts.append(Text(f"no gradient: {', '.join(report.unused_parameters)}"))
+    for warning in report.warnings:
+        parts.append(Text(f"warning: {warning}", style="yellow"))
+    return Group(*parts)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right")
+    return table
+
+
+def _spaced(table: Table) -> RenderableType:
+    return Padding(table, (1, 0, 0, 0)) if table.row_count else Text("", end="")
+
+
+def _before_after(report: ReportData) -> RenderableType:
+    table = _table("per window", "before", "after")
+    before, after = report.collectives_before, report.collectives_after
+    table.add_row("gradient collectives", str(before), str(after))
+    table.add_row("bytes per rank", f"{report.bytes_before:,}", f"{report.bytes_after:,}")
+    return _spaced(table)
+
+
+def _collectives(report: ReportData) -> RenderableType:
+    table = _table("bucket", "bytes", "dtype", "op", "ranks", "in", "parameters")
+    for c in report.collectives:
+        names = ", ".join(c.parameters[:FEW])
+        more = len(c.parameters) - FEW
+        table.add_row(
+            str(c.bucket),
+            f"{c.bytes:,}",
+            c.dtype,
+            c.op,
+            str(c.ranks),
+            ", ".join(c.programs),
+            names + (f" and {more} more" if more > 0 else ""),
+        )
+    return _spaced(table)
+
+
+def _regions(report: ReportData) -> RenderableType:
+    table = _table("region", "nodes", "lines")
+    for region in report.regions:
+        lines = ", ".join(line.rsplit("/", 1)[-1] for line in region.lines[:FEW])
+        more = len(region.lines) - FEW
+        table.add_row(region.role, str(region.nodes), lines + (f" +{more}" if more > 0 else ""))
+    return _spaced(table)
+
+
+def _programs(report: ReportData) -> RenderableType:
+    table = _table("program", "nodes", "collectives", "compiled in")
+    for program in report.programs:
+        seconds = program.compile_seconds
+        took = "not compiled" if seconds is None else f"{seconds:.1f} s"
+        table.add_row(program.name, str(program.nodes), str(program.collectives), took)
+    return _spaced(table)
+
+
+def _prediction(report: ReportData) -> RenderableType:
+    found = report.predicted
+    table = _table(f"estimate ({found.hardware.name})", "per window")
+    table.add_row("compute", seconds_text(found.compute))
+    table.add_row("communication", seconds_text(found.communication))
+    table.add_row("of it behind backward", seconds_text(found.hidden))
+    table.add_row("window", seconds_text(found.window))
+    table.add_row("window, every micro-step synced", seconds_text(found.window_synced))
+    faster = ", ".join(f"k={k}: {s:.2f}x" for k, s in found.speedup)
+    text = Text(f"speed-up over syncing each micro-step: {faster}")
+    hidden = found.hidden_from
+    until = f"from k = {hidden}" if hidden is not None else "for no k up to 64"
+    return Group(_spaced(table), text, Text(f"communication is hidden {until}"))
+
+
+def _measured(report: ReportData) -> RenderableType:
+    table = _table("measured (host)", "calls", "per call")
+    for program in report.programs:
+        if program.calls:
+            per_call = seconds_text(program.seconds / program.calls)
+            table.add_row(program.name, str(program.calls), per_call)
+    return _spaced(table)
+
+
+def seconds_text(seconds: float) -> str:
+    """`1.23 ms`: three digits and a unit."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns"

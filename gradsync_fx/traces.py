@@ -1,0 +1,20 @@
+"""For torch's own tools: artifacts that `TORCH_TRACE` collects and tlparse shows.
+
+Logs need nothing of ours: `TORCH_LOGS="+gradsync_fx"` sets the level of the loggers that modules name after themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gradsync_fx._torch import trace_structured
+
+
+def artifact(name: str, text: Callable[[], str]) -> None:
+    """Adds a file to the trace, if one is being written; `text` is not called otherwise."""
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": f"gradsync_fx_{name}", "encoding": "string"},
+        payload_fn=text,
+        expect_trace_id=False,
+    )

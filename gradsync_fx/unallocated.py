@@ -1,0 +1,90 @@
+"""Meta tensors as fake CPU tensors for the length of a trace: torch's tracing of losses does not work on meta tensors.
+
+Modules, optimizers and tensors are found among the arguments and among what the step's function refers to; they have
+their own tensors back at the end, also on errors.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gradsync_fx._torch import FakeTensorMode, tree_leaves, tree_map_only
+
+
+@contextmanager
+def stand_ins(
+    function: Callable[..., Any], args: Any, kwargs: Any
+) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Arguments for a trace, in which no tensor lies on the meta device."""
+    swap = _Swap()
+    try:
+        for thing in [*tree_leaves((args, kwargs)), *_referred(function)]:
+            if isinstance(thing, nn.Module):
+                swap.module(thing)
+        for thing in [*tree_leaves((args, kwargs)), *_referred(function)]:
+            if isinstance(thing, Optimizer):
+                swap.optimizer(thing)
+        yield tree_map_only(torch.Tensor, swap.tensor, (args, kwargs))
+    finally:
+        swap.undo()
+
+
+def _referred(function: Callable[..., Any]) -> list[Any]:
+    """What a function or method refers to by itself: closure, globals, the object it is bound to."""
+    owner = getattr(function, "__self__", None)
+    plain = inspect.unwrap(getattr(function, "__func__", function))
+    found = list(vars(owner).values()) if hasattr(owner, "__dict__") else []
+    if inspect.isfunction(plain):
+        names = inspect.getclosurevars(plain)
+        found += [*names.nonlocals.values(), *names.globals.values()]
+    return found
+
+
+class _Swap:
+    """Which tensor stands for which, and how to go back."""
+
+    def __init__(self) -> None:
+        self._mode = FakeTensorMode()
+        self._made: dict[int, torch.Tensor] = {}
+        self._back: list[Callable[[], object]] = []
+
+    def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type != "meta":
+            return tensor
+        if id(tensor) not in self._made:
+            with self._mode:
+                fake = torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
+                )
+                if isinstance(tensor, nn.Parameter):
+                    fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+            self._made[id(tensor)] = fake
+            self._back.append(lambda kept=tensor: kept)  # type: ignore[misc]  # an id may not be used anew
+        return self._made[id(tensor)]
+
+    def module(self, root: nn.Module) -> None:
+        for module in root.modules():
+            for held in (module._parameters, module._buffers):
+                self._in(held, list(held))
+
+    def optimizer(self, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            self._in(group["params"], list(range(len(group["params"]))))
+
+    def _in(self, holder: Any, keys: list[Any]) -> None:
+        for key in keys:
+            before = holder[key]
+            if isinstance(before, torch.Tensor) and before.device.type == "meta":
+                holder[key] = self.tensor(before)
+                self._back.append(lambda h=holder, k=key, v=before: h.__setitem__(k, v))  # type: ignore[misc]
+
+    def undo(self) -> None:
+        for back in reversed(self._back):
+            back()

@@ -1,0 +1,82 @@
+"""The estimate: its formulas by hand, and its order and ratio against a measurement on two local ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradsync_fx.inspection.costs import (
+    HIDDEN,
+    PRESETS,
+    Hardware,
+    Load,
+    all_reduce_seconds,
+    predict,
+)
+from tests.scenarios import calibration
+from tests.workers import Ranks
+
+
+UNIT = Hardware("unit", latency=1.0, bandwidth=2.0, flops=1.0)
+
+
+def test_a_ring_all_reduce_by_hand() -> None:
+    """4 ranks, 8 bytes: 6 messages of 1 s, and 6 / 4 * 8 bytes at 2 bytes a second."""
+    assert all_reduce_seconds(8, 4, UNIT) == 6 + 6
+    assert all_reduce_seconds(8, 1, UNIT) == 0
+
+
+def test_a_window_by_hand() -> None:
+    """Two ranks; 10 s of compute; buckets of 4 bytes (2 + 2 s each) ready after 6 and 10 s: 4 s are exposed."""
+    load = Load(forward=4, total=10, buckets=(("a", 0.6, 4), ("b", 1.0, 4)), ranks=2)
+    found = predict(load, 3, UNIT)
+    assert (found.compute, found.communication, found.hidden) == (30, 8, 4)
+    assert (found.window, found.window_synced) == (34, 42)
+    assert dict(found.speedup)[1] == 1.0
+    assert dict(found.speedup)[4] == pytest.approx(56 / 44)
+    assert [(s.label, s.start, s.end) for s in found.boundary[2:]] == [("a", 6, 10), ("b", 10, 14)]
+    # 4 s of (10 k + 4) s are 5 % from k = 7.6 on.
+    assert found.hidden_from == 8
+    assert HIDDEN == 0.05
+
+
+def test_buckets_wait_for_the_wire() -> None:
+    load = Load(4, 10, (("a", 0.6, 4), ("b", 0.7, 4)), 2)
+    assert [(s.start, s.end) for s in predict(load, 1, UNIT).boundary[2:]] == [(6, 10), (10, 14)]
+
+
+def test_syncing_each_micro_step_gains_nothing() -> None:
+    load = Load(4, 10, (("a", 1.0, 4),), 2)
+    found = predict(load, 4, UNIT, sync_each=True)
+    assert found.window == found.window_synced
+    assert {speed for _, speed in found.speedup} == {1.0}
+
+
+def test_one_rank_has_nothing_to_hide() -> None:
+    found = predict(Load(4, 10, (), 1), 4, "laptop")
+    assert (found.communication, found.hidden, found.hidden_from) == (0, 0, 1)
+    assert found.window == found.window_synced
+
+
+def test_the_curve_rises_with_k_and_faster_wires_flatten_it() -> None:
+    load = Load(10**12, 3 * 10**12, (("a", 1.0, 4 * 10**9),), 8)
+    slow, fast = (
+        [speed for _, speed in predict(load, 4, PRESETS[name]).speedup]
+        for name in ("t4-10g", "h100-nvlink")
+    )
+    assert slow == sorted(slow)
+    assert slow[-1] > fast[-1] >= 1.0
+
+
+@pytest.mark.gloo
+def test_the_estimate_has_the_order_of_a_measurement(ranks: Ranks) -> None:
+    """Calibrated on two ranks of this machine, without a margin in seconds: a model of many parameters and few FLOPs
+    gains by accumulation, in the estimate and in the measurement, and more than one of few parameters and many FLOPs.
+    """
+    for found in ranks(calibration.estimate_and_measurement):
+        wide, deep = found["wide"], found["deep"]
+        assert wide["predicted"] > 1.1
+        assert wide["measured"] > 1.1
+        assert wide["predicted"] > deep["predicted"]
+        assert wide["measured"] > deep["measured"]
+        assert 0.2 < wide["predicted"] / wide["measured"] < 5
+        assert found["hardware"].bandwidth > 1e6
