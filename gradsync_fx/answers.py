@@ -149,6 +149,7 @@ def _optimizer_step(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]
             params.append(var)
             grads.append(grad)
     handle = observed().handle(optimizer)
+    observed().update_lines[id(optimizer)] = line_of(tx)
     if not params:
         return result
     with no_grad(tx):
@@ -163,6 +164,22 @@ def _optimizer_step(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]
         for i, var in enumerate(params):
             var.call_method(tx, "copy_", [new.call_method(tx, "__getitem__", [const(i)], {})], {})
     return result
+
+
+def _check_groups(tx: Any, optimizer: Optimizer) -> None:
+    """Dynamo writes what a step sets in Python after the graph has run, which is too late for the update in it."""
+    for number, group in enumerate(optimizer.param_groups):
+        held = tx.output.side_effects.id_to_variable.get(id(group))
+        if held is not None and getattr(held.mutation_type, "is_modified", False):
+            refuse(
+                tx,
+                f"group {number} of {type(optimizer).__name__}",
+                where=observed().update_lines[id(optimizer)],
+                seen="the step sets one of its hyper-parameters itself, on every call",
+                wanted="hyper-parameters that change outside of the step, or by a scheduler",
+                fix="set group['lr'] ahead of the call, or use torch.optim.lr_scheduler (its step() may stand in the "
+                "step, and runs once for each update)",
+            )
 
 
 def _guard_identity(owner: Any) -> None:
@@ -255,6 +272,8 @@ def _no_sync(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> An
 
 def _end(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Drops what is left in `.grad`; notes it first where calls without an update belong to a window."""
+    for optimizer in observed().optimizers:
+        _check_groups(tx, optimizer)
     _, keep = (a.as_python_constant() for a in args)  # the demand becomes a guard by being read
     seen = observed().in_graph(tx.output)
     real_of = {var: real for real, var in real_tensors(tx)}

@@ -44,7 +44,7 @@ from gradsync_fx.commands.arguments import (
 )
 from gradsync_fx.commands.factory import Request, Target, make_report
 from gradsync_fx.commands.limited import limited
-from gradsync_fx.commands.outputs import STDOUT, check_outputs, show, write
+from gradsync_fx.commands.outputs import STDOUT, check_outputs, save, show, write
 from gradsync_fx.commands.problems import REFUSED, USAGE, Problem, plain
 from gradsync_fx.commands.sides import codes, to_sides
 from gradsync_fx.errors import OptionError
@@ -116,7 +116,7 @@ def inspect(
         machine = _hardware(hardware, latency=latency, bandwidth=bandwidth, flops=flops)
         report = _report(given, machine, timeout)
         if html is not None:
-            write(html, report.to_html())
+            save(html, report.to_html)
         for path, text in ((json, report.to_json), (dot, report.to_dot)):
             if path is not None:
                 write(path, text())

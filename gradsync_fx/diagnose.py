@@ -25,7 +25,7 @@ def diagnose(
     """Runs `fn(*args, **kwargs)` once, for real, and says which easy mistakes of gradient accumulation it makes.
 
     For eager loops with plain DDP and `no_sync`, or with Accelerate's `accumulate`; not for a step that `optimize`
-    made, nor for one under `torch.compile`.
+    made, nor for one under `torch.compile` or FSDP.
 
         batches = list(itertools.islice(loader, 8))                    # two windows of four
         print(gradsync_fx.diagnose(train, ddp, optimizer, batches, micro_steps=4))

@@ -147,6 +147,11 @@ class Draft:
         with self.graph.inserting_before(out):
             self.call(torch.ops.aten.copy_.default, target, value)
 
+    def drop_write(self, write: Node) -> None:
+        """Takes a lasting effect out; who reads the tensor afterwards reads it as it was."""
+        write.replace_all_uses_with(argument(write, 0))
+        self.graph.erase_node(write)
+
     def set_outputs(self, values: list[Any]) -> None:
         (out,) = self.graph.find_nodes(op="output")
         out.args = (tuple(values),)

@@ -51,6 +51,7 @@ class Observed:
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
     leaves: list[torch.Tensor] = field(default_factory=list)
     optimizers: list[Optimizer] = field(default_factory=list)
+    update_lines: dict[int, str] = field(default_factory=dict)
     hooked: list[torch.Tensor] = field(default_factory=list)
     host_calls: list[HostCall] = field(default_factory=list)
     weights: int = 0
@@ -130,9 +131,11 @@ def line_of(tx: Any) -> str:
     return f"{frame.filename}:{frame.lineno}"
 
 
-def refuse(tx: Any, culprit: str, *, seen: str, wanted: str, fix: str) -> NoReturn:
+def refuse(
+    tx: Any, culprit: str, *, seen: str, wanted: str, fix: str, where: str = ""
+) -> NoReturn:
     """Ends the trace. Dynamo would hand on the text only: the error itself is kept for whoever began the trace."""
-    where = f"{culprit}, at {line_of(tx)}"
+    where = f"{culprit}, at {where or line_of(tx)}"
     observed().refusal = CaptureError(where, seen=seen, wanted=wanted, fix=fix)
     raise CaptureError(where, seen=seen)
 

@@ -193,6 +193,13 @@ def _trace(
         ]
         grads = [torch.empty_like(p) for p in params]
     left: list[tuple[Place, Any]] = []
+    there = {("state", i, k) for i, code in zip(which, entries, strict=True) for k in code}
+
+    def is_result(place: Place, value: Any) -> bool:
+        """What the update leaves: tensors, numbers that it computed, and numbers that are new in the state."""
+        if isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat):
+            return True
+        return type(value) in (int, float) and place[0] == "state" and place not in there
 
     def run(params: Any, grads: Any, tensors: Any, carriers: Any) -> Any:
         params = [p.clone() for p in params]
@@ -236,9 +243,7 @@ def _trace(
                 for k, v in group.items()
                 if k != "params" and _changed(before[gi].get(k), v)
             )
-        return params, [
-            v for _, v in left if isinstance(v, torch.Tensor | torch.SymInt | torch.SymFloat)
-        ]
+        return params, [v for place, v in left if is_result(place, v)]
 
     try:
         with mode, _as_when_compiling(optimizer):
@@ -259,11 +264,7 @@ def _trace(
         return _trace(
             optimizer, which, state, decompositions, counters=counters, fixed=fixed | rigid
         )
-    outs = [
-        (place, v)
-        for place, v in left
-        if isinstance(v, torch.Tensor | torch.SymInt | torch.SymFloat)
-    ]
+    outs = [(place, v) for place, v in left if is_result(place, v)]
     counts = (len(params), len(grads), len(states), len(carriers))
     pieces = split_host(traced.graph, counts, len(params), outs)
     return Update(

@@ -150,7 +150,9 @@ def find_regions(step: Step) -> Regions:
             i for i, n in enumerate(results) if n in after_update and i not in outputs
         ),
         tail_outputs=tuple(
-            i for i in outputs if not _data_read([results[i]], frozenset(cuts), kinds)
+            i
+            for i in outputs
+            if results[i] not in boundary and not _data_read([results[i]], frozenset(cuts), kinds)
         ),
         hand=hand,
         hand_flat=hand_flat,

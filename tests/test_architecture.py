@@ -24,7 +24,7 @@ LAYERS = [
     ],
     ["program", "host_split", "canonicalize", "observed", "journal", "ranks", "remat"],
     ["answers", "regions", "optimizer_trace", "state", "inspection.costs"],
-    ["interception", "plan", "draft", "updates", "inspection", "inspection.data"],
+    ["interception", "plan", "draft", "updates", "inspection", "inspection.data", "inspection.page"],
     ["capture", "inspection.text", "inspection.graphs"],
     ["passes.sums", "passes.base", "verify", "planning", "lowering", "inspection.report"],
     ["passes.bucket", "passes.update"],
@@ -38,10 +38,15 @@ LAYERS = [
     ["saving"],
     ["api"],
     ["explain"],
-    ["commands"],
+    [""],
+    ["commands", "commands.problems"],
+    [
+        "commands.arguments", "commands.outputs", "commands.sides", "commands.doctor",
+        "commands.factory",
+    ],
+    ["commands.limited"],
     ["cli"],
     ["__main__"],
-    [""],
 ]
 LAYER = {name: i for i, names in enumerate(LAYERS) for name in names}
 

@@ -111,6 +111,7 @@ def failing():
 
 
 def hanging():
+    print("a hanging factory speaks")
     while True:
         time.sleep(0.01)
 
@@ -520,12 +521,16 @@ def _limited(job: Any, steps: Path) -> Problem:
     return caught.value
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="children are forks on Linux alone")
 def test_the_limit_of_the_command(steps: Path) -> None:
-    result = run("inspect", f"{steps}:hanging", "--timeout", "1")
-    assert result.returncode == 3
+    environment = {"COLUMNS": "300", "TERM": "dumb", "NO_COLOR": "1"}
+    arguments = ["inspect", f"{steps}:hanging", "--timeout", "1"]
+    result = CliRunner().invoke(app, arguments, env=environment)
+    assert result.exit_code == 3
     assert result.stdout == ""
     assert f"steps.py:{line('time.sleep(0.01)')}: not done within 1 s" in result.stderr
     assert "while calling hanging" in result.stderr
+    assert "a hanging factory speaks" in result.stderr
     assert "Traceback" not in result.stderr
 
 

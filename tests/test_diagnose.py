@@ -73,7 +73,7 @@ def only(diagnosis: Diagnosis, code: str, severity: str, culprit: str, *words: s
     for word in words:
         assert word in str(finding), str(finding)
     assert diagnosis.ok == (severity == "note")
-    assert ("looks right" in str(diagnosis)) == diagnosis.ok
+    assert ("looks right" in str(diagnosis)) == (diagnosis.ok and diagnosis.judged)
     return finding
 
 
@@ -164,7 +164,19 @@ def test_nothing_to_diagnose_is_an_error() -> None:
     refused(gradsync_fx.OptionError, "micro_steps", lambda: diagnose(int, micro_steps=0))
 
 
-@pytest.mark.parametrize("how", ["factor", "per sample", "gradients", "tokens", "mean"])
+def divided(how: str, each: Tensor) -> Tensor:
+    if how == "factor":
+        return 0.25 * each.mean()
+    if how == "half":
+        return 0.25 * each.mean() / 4
+    if how == "per sample":
+        return (each / 4).mean() + each.mean() * 0.25
+    if how == "tokens":
+        return each.sum() / torch.tensor(13.0)
+    return each.sum() / 4 / 4 if how == "mean" else each.mean()
+
+
+@pytest.mark.parametrize("how", ["factor", "half", "per sample", "gradients", "tokens", "mean"])
 def test_ways_to_divide_once(how: str) -> None:
     """All of them are right, a mean over a batch that has as many samples as the window micro-steps included."""
 
@@ -172,14 +184,7 @@ def test_ways_to_divide_once(how: str) -> None:
         for i, (x, y) in enumerate(data):
             last = (i + 1) % 4 == 0
             with nullcontext() if last else ddp.no_sync():
-                each = (ddp(x) - y) ** 2
-                loss = {
-                    "factor": lambda: 0.25 * each.mean(),
-                    "per sample": lambda: (each / 4).mean() + each.mean() * 0.25,
-                    "gradients": lambda: each.mean(),
-                    "tokens": lambda: each.sum() / torch.tensor(13.0),
-                    "mean": lambda: each.sum() / 4 / 4,
-                }[how]()
+                loss = divided(how, (ddp(x) - y) ** 2)
                 loss.backward()
             if last:
                 if how == "gradients":
@@ -237,6 +242,24 @@ def test_optimizers_apart_are_not_judged() -> None:
             second.step()
 
     only(diagnose(train, micro_steps=K), "optimizers-apart", "note", "apart")
+
+
+def test_closures_are_not_judged() -> None:
+    model = mlp()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def train() -> None:
+        for x, y in batches():
+
+            def again(x: Tensor = x, y: Tensor = y) -> Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(model, x, y)
+                loss.backward()  # culprit: closure
+                return loss
+
+            optimizer.step(again)
+
+    only(diagnose(train, micro_steps=1), "closure", "note", "closure")
 
 
 # 1 to 4: who reduces, and when.

@@ -273,3 +273,102 @@ def test_a_loss_after_the_update_in_a_window_that_closes_apart() -> None:
     loss, later = run(*DATA[0])
     assert torch.isfinite(loss)
     assert torch.isnan(later)
+
+
+def test_a_buffer_that_forward_replaces_in_place() -> None:
+    """`self.seen += n`: the tensor is also what the step hands back to the module."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(8, 1)
+            self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen += x.shape[0]
+            return self.net(x)
+
+    model = Counting()
+    optimizer = sgd(model)
+    step = quick(plain_step, 2)
+    for batch in DATA[:3]:
+        step(model, optimizer, *batch)
+    step.flush()
+    assert model.seen.item() == 12
+    assert step.optimizer_step == 2
+
+
+def test_an_average_that_the_step_replaces_in_place() -> None:
+    """`average += ...` of updated weights: once for each update, untouched on the other calls."""
+
+    class Averaged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(8, 1)
+            self.register_buffer("average", torch.zeros(1, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        plain_step(model, optimizer, x, y)
+        with torch.no_grad():
+            model.average += model.net.weight
+
+    model = Averaged()
+    optimizer = sgd(model)
+    run = quick(step, 2)
+    run(*DATA[0])
+    assert float(model.average.abs().max()) == 0.0
+    run(*DATA[1])
+    assert torch.equal(model.average, model.net.weight)
+    run(*DATA[2])
+    before = model.average.clone()
+    run.flush()
+    assert torch.equal(model.average, before + model.net.weight)
+
+
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_hyper_parameters_that_the_step_sets(place: str) -> None:
+    def step(x: Tensor, y: Tensor, lr: float) -> None:
+        if place == "before":
+            optimizer.param_groups[0]["lr"] = lr
+        plain_step(model, optimizer, x, y)
+        if place == "after":
+            optimizer.param_groups[0]["lr"] *= 0.5
+
+    model = mlp()
+    optimizer = sgd(model)
+    error = refused(gradsync_fx.CaptureError, "group 0 of SGD", quick(step, 1), *DATA[0], 0.1)
+    assert "test_fences.py" in error.culprit
+
+
+class Odd(Optimizer):
+    """A counter that is a Python int beside a state tensor that starts as ones."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["n"] = state.get("n", 0) + 1
+                if "scale" not in state:
+                    state["scale"] = torch.ones_like(p)
+                state["scale"].mul_(0.9).add_(p.grad.abs())
+                p.sub_(group["lr"] / state["n"] * p.grad / state["scale"])
+
+
+def test_a_first_update_that_cannot_be_foreseen() -> None:
+    model = mlp()
+    other = copy.deepcopy(model)
+    optimizer, theirs = Odd(model.parameters()), Odd(other.parameters())
+    step = quick(plain_step, 1)
+    for batch in DATA[:4]:
+        step(model, optimizer, *batch)
+        plain_step(other, theirs, *batch)
+    assert optimizer.state[model[0].weight]["n"] == 4
+    for mine, its in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, its, atol=1e-6, rtol=0)

@@ -90,7 +90,7 @@ def test_weights_do_not_suffer_from_a_narrow_wire(ranks: Ranks) -> None:
     assert found[0]["collectives"] == [(0, 0), (2, 1)]
 
 
-@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 1e-5}])
+@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 1e-6}])
 def test_small_buckets_keep_their_order(ranks: Ranks, options: dict[str, Any]) -> None:
     """A rank in its tail and a rank in its boundary reduce the same buckets in the same order."""
     check(ranks, UNEVEN, Rules(2, "weighted", skip_nonfinite=True), step="weighed", options=options)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +40,17 @@ def check_outputs(**outputs: str | None) -> None:
 
 
 def write(path: str, text: str) -> None:
+    """Into a file, or to stdout for `-`. Raises `Problem`."""
     if path == STDOUT:
         out(text if text.endswith("\n") else text + "\n")
-        return
+    else:
+        save(path, lambda p: Path(p).write_text(text, encoding="utf-8"))
+
+
+def save(path: str, writer: Callable[[str], Any]) -> None:
+    """Has it written by `writer`, and says so on stderr. Raises `Problem`."""
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        writer(path)
     except OSError as error:
         fix = "name another file"
         raise Problem(UNWRITABLE, path, error.strerror or str(error), fix=fix) from error
@@ -50,19 +58,34 @@ def write(path: str, text: str) -> None:
 
 
 def show(console: Console, what: Any) -> None:
-    with console.capture() as captured:
+    """Prints to the console's stdout. Raises `Problem`."""
+    with _stdout(), console.capture() as captured:
         console.print(what)
     out(captured.get())
 
 
 def out(text: str) -> None:
-    try:
+    """Text to stdout, as it is. Raises `Problem`."""
+    with _stdout():
         sys.stdout.write(text)
         sys.stdout.flush()
+
+
+@contextmanager
+def _stdout() -> Iterator[None]:
+    try:
+        yield
     except BrokenPipeError:
-        # `| head` has seen enough. Python would complain once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit from None
+        _drop_stdout()
+        raise typer.Exit from None  # `| head` has seen enough
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise Problem(UNWRITABLE, "stdout", error.strerror or str(error)) from error
+        _drop_stdout()
+        fix = "make room, or send it elsewhere"
+        raise Problem(UNWRITABLE, "stdout", error.strerror or str(error), fix=fix) from error
+
+
+def _drop_stdout() -> None:
+    """What is still buffered goes nowhere: Python would complain of it once more at exit."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)

@@ -41,8 +41,8 @@ def readable(code: str, names: dict[str, str]) -> str:
         if text.startswith("def ") and len(text) > FOLD:
             head, arguments = text.split("(", 1)
             inside = arguments.removesuffix("):")
-            indent = {"initial_indent": "    ", "subsequent_indent": "    "}
-            lines += [f"{head}(", *textwrap.wrap(f"{inside},", FOLD, **indent), "):"]
+            body = textwrap.indent(textwrap.fill(f"{inside},", FOLD - 4), "    ")
+            lines += [f"{head}(", *body.splitlines(), "):"]
         elif text.strip():
             lines.append(text)
     return "\n".join(lines)

@@ -9,6 +9,8 @@ from types import FrameType
 
 import torch
 
+from gradsync_fx.diagnosis.graph import Division
+
 
 @dataclass(frozen=True, slots=True)
 class Event:
@@ -30,17 +32,19 @@ class Backward(Event):
     """A backward that reached parameters: a micro-step.
 
     no_sync: line of the `no_sync` it ran in, "" outside of any. collectives: really started in it, None where the group
-    does not count them. divisors: what the loss is divided by. before, after: parameters (by id) whose gradient was not
-    zero ahead of it and after it. by_accelerate: called through `accelerator.backward`.
+    does not count them. divisions: what the loss is divided by. reached: parameters (by id) that it gave gradients.
+    before, after: those whose gradient was not zero ahead of it and after it. by_accelerate: called through
+    `accelerator.backward`. in_step: made by an optimizer's own step, in a closure.
     """
 
     no_sync: str
     collectives: int | None
-    divisors: tuple[float, ...]
+    divisions: tuple[Division, ...]
     reached: frozenset[int]
     before: frozenset[int]
     after: frozenset[int]
     by_accelerate: bool
+    in_step: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 
 VERSION = 1
 ERROR, WARNING, NOTE = "error", "warning", "note"
+NOT_JUDGED = ("closure", "optimizers-apart")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +66,15 @@ class Diagnosis:
         """Whether nothing was found but notes."""
         return all(f.severity == NOTE for f in self.findings)
 
+    @property
+    def judged(self) -> bool:
+        """Whether the loop is of a kind that can be judged; else a note says why not."""
+        return not any(f.code in NOT_JUDGED for f in self.findings)
+
     def __str__(self) -> str:
         lines = [str(f) for f in self.findings]
         if self.ok:
-            lines.insert(0, "the loop looks right")
+            lines.insert(0, "the loop looks right" if self.judged else "the loop was not judged")
         return "\n".join((*lines, self._seen()))
 
     def _seen(self) -> str:
@@ -87,7 +93,9 @@ class Diagnosis:
 
     def to_json(self) -> str:
         """All of it as JSON; its `version` changes when a field changes its meaning."""
-        return json.dumps({"version": VERSION, "ok": self.ok, **asdict(self)}, indent=1)
+        return json.dumps(
+            {"version": VERSION, "ok": self.ok, "judged": self.judged, **asdict(self)}, indent=1
+        )
 
 
 def _spread(numbers: list[int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,27 +33,35 @@ def reached(roots: list[Tensor]) -> dict[int, Tensor]:
     return found
 
 
-def divisors(loss: Tensor) -> tuple[float, ...]:
-    """Numbers that a loss is divided by on its way to backward, outermost first.
+@dataclass(frozen=True, slots=True)
+class Division:
+    """A number that a loss is divided by. factor: written as a multiplication by its inverse."""
 
-    A factor counts as a division by its inverse. A sum divided by its own number of elements is a mean, no division.
-    Of the terms of a sum (`loss / k + penalty / k`) the one with most divisions speaks.
+    number: float
+    factor: bool
+
+
+def divisions(loss: Tensor) -> tuple[Division, ...]:
+    """What a loss is divided by on its way to backward, outermost first.
+
+    A sum divided by its own number of elements is a mean, no division. Of the terms of a sum (`loss / k + penalty / k`)
+    the one with most divisions speaks.
     """
     return _below(loss.grad_fn, 64)
 
 
-def _below(node: Any, depth: int) -> tuple[float, ...]:
+def _below(node: Any, depth: int) -> tuple[Division, ...]:
     if node is None or not depth:
         return ()
     name = node.name()
     inner = [n for n, _ in node.next_functions if n is not None]
     if name.startswith(("DivBackward", "MulBackward")):
-        number = _number(node)
+        number, factor = _number(node), name.startswith("Mul")
         if number is None or len(inner) != 1:
             return ()
-        if name.startswith("Mul"):
+        if factor:
             number = 1 / number
-        own = () if _is_mean(inner[0], number) else (number,)
+        own = () if _is_mean(inner[0], number) else (Division(number, factor),)
         return own + _below(inner[0], depth - 1)
     if name.startswith("AddBackward"):
         return max((_below(n, depth - 1) for n in inner), key=len, default=())

@@ -12,7 +12,7 @@ from gradsync_fx.diagnosis.windows import Loop, Window, of
 
 def findings(loop: Loop) -> tuple[Finding, ...]:
     """All findings, errors first, each code once for a line: where it was seen first."""
-    rules = ALONE if loop.apart else RULES
+    rules = NOT_JUDGED if loop.apart or loop.closures else RULES
     found: dict[tuple[str, str], Finding] = {}
     for rule in rules:
         for finding in rule(loop):
@@ -191,7 +191,21 @@ def _too_short(loop: Loop) -> Iterator[Finding]:
         )
 
 
+def _closures(loop: Loop) -> Iterator[Finding]:
+    for backward in loop.closures:
+        yield Finding(
+            "closure",
+            NOTE,
+            backward.line,
+            "the optimizer runs forward and backward itself, as often as it likes: nothing was judged",
+            "an optimizer that steps on gradients that are there (not LBFGS)",
+            "diagnose the loop with such an optimizer in its place",
+        )
+
+
 def _apart(loop: Loop) -> Iterator[Finding]:
+    if not loop.apart or loop.closures:
+        return
     yield Finding(
         "optimizers-apart",
         NOTE,
@@ -206,4 +220,4 @@ Rule = Callable[[Loop], Iterator[Finding]]
 RULES: tuple[Rule, ...] = (
     _no_update, _not_reduced, _lengths, *GRADIENT_RULES, _late_no_sync, _reduced_always, _left_open, _too_short,
 )  # fmt: skip
-ALONE: tuple[Rule, ...] = (_apart,)
+NOT_JUDGED: tuple[Rule, ...] = (_closures, _apart)

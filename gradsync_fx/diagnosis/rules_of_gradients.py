@@ -51,13 +51,16 @@ def _divided(loop: Loop) -> Iterator[Finding]:
 
 
 def _times(micro_step: MicroStep, k: int) -> int:
-    return sum(_is(d, k) + 2 * _is(d, k * k) for d in micro_step.backward.divisors)
+    """How often the loss is divided by k. Factors count where no division does: a loss may well have 0.5 in front."""
+    divisions = micro_step.backward.divisions
+    plain = sum(_is(d.number, k) + 2 * _is(d.number, k * k) for d in divisions if not d.factor)
+    return plain or int(any(_is(d.number, k) for d in divisions if d.factor))
 
 
 def _scaled(micro_step: MicroStep, window: Window) -> bool:
     """Whether the loss is divided by anything: by tokens, say. A GradScaler's factor is no division."""
     scaler = any(s.scaler for s in window.steps)
-    return any(not (scaler and d < 1) for d in micro_step.backward.divisors)
+    return any(not (scaler and d.number <= 1) for d in micro_step.backward.divisions)
 
 
 def _is(number: float, k: int) -> bool:

@@ -42,9 +42,11 @@ class Watch:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.events: list[Event] = []
         self.parameters: dict[int, Tensor] = {}
+        # By the order of bases: DDP's own check of instances is Python code, for each of the process's objects.
         self.wrappers: list[DistributedDataParallel] = [
-            o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)
+            o for o in gc.get_objects() if DistributedDataParallel in type(o).__mro__
         ]
+        self.hooks = ExitStack()
         found: list[Any] = [group] if group else [w.process_group for w in self.wrappers]
         if group is None and dist.is_available() and dist.is_initialized():
             found.append(dist.group.WORLD)
@@ -104,7 +106,7 @@ class Watch:
         def forward(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
             line, _ = user_line()
             self._catch_up(line)
-            self._meet(ddp)
+            self.watch(ddp.parameters())
             synced = torch.is_grad_enabled() and bool(ddp.require_backward_grad_sync)
             if torch.is_grad_enabled():
                 self.events.append(events.Forward(line, synced, bypassed=False))
@@ -114,6 +116,13 @@ class Watch:
             return result
 
         return forward
+
+    def created(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def __init__(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+            original(ddp, *args, **kwargs)
+            self._meet(ddp)
+
+        return __init__
 
     def inner_forward(self, _module: nn.Module, _args: Any) -> None:
         """A hook ahead of the forward of a module inside a DDP module."""
@@ -142,7 +151,7 @@ class Watch:
             reached = graph.reached(roots)
             self.parameters |= reached
             before = self._catch_up(line)
-            divisors = graph.divisors(roots[0]) if roots else ()
+            divisions = graph.divisions(roots[0]) if roots else ()
             sent = self._sequence()
             with self._running("backward"):
                 result = original(tensors, *args, **kwargs)
@@ -154,11 +163,12 @@ class Watch:
                     line,
                     no_sync=self._no_syncs[-1] if self._no_syncs else "",
                     collectives=None if now is None or sent is None else now - sent,
-                    divisors=divisors,
+                    divisions=divisions,
                     reached=frozenset(reached) | (after - before),
                     before=before,
                     after=after,
                     by_accelerate=by_accelerate,
+                    in_step="step" in self._inside,
                 )
             )
             return result
@@ -166,12 +176,19 @@ class Watch:
         return backward
 
     def _meet(self, ddp: DistributedDataParallel) -> None:
+        """Of a DDP module that was not there at first: made in the block."""
         if not any(ddp is w for w in self.wrappers):
             self.wrappers.append(ddp)
+            self.hook(ddp)
             if ddp.process_group not in self.groups:
                 self.groups.append(ddp.process_group)
-                self._sent = self._sequence()
-        self.watch(ddp.parameters())
+            self._sent = self._sequence()  # making one sends its parameters
+
+    def hook(self, ddp: DistributedDataParallel) -> None:
+        """Looks out for calls of the module inside; not where it is compiled, which a hook would do anew."""
+        if getattr(ddp.module, "_compiled_call_impl", None) is None:
+            handle = ddp.module.register_forward_pre_hook(self.inner_forward)
+            self.hooks.callback(handle.remove)
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
         self.parameters |= {id(p): p for p in parameters if p.requires_grad}
@@ -231,9 +248,13 @@ class Watch:
         self.watch(own.values())
         mine = frozenset(own)
         self.events.append(events.Step(line, id(optimizer), mine, held & mine, scaler))
+        if not scaler:
+            self._inside.append("step")
 
     def after_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         """A hook after every optimizer's step."""
+        if "step" in self._inside:
+            self._inside.remove("step")
         self._settle()
 
     def all_reduce(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -276,9 +297,9 @@ def watching(group: dist.ProcessGroup | None) -> Iterator[Watch]:
     if dist.is_available():
         functions.append((dist.all_reduce, watch.all_reduce))
     with ExitStack() as stack:
-        for function, wrap in functions:
-            stack.enter_context(_everywhere(function, wrap(function)))
+        stack.enter_context(_everywhere([(f, wrap(f)) for f, wrap in functions]))
         for owner, name, change in (
+            (DistributedDataParallel, "__init__", watch.created),
             (DistributedDataParallel, "forward", watch.forward),
             (DistributedDataParallel, "no_sync", watch.no_sync),
             (Optimizer, "zero_grad", zero),
@@ -288,33 +309,34 @@ def watching(group: dist.ProcessGroup | None) -> Iterator[Watch]:
             *((c, "step", schedule) for c in _family(LRScheduler) if "step" in vars(c)),
         ):
             stack.enter_context(mock.patch.object(owner, name, change(getattr(owner, name))))
+        stack.enter_context(watch.hooks)
         for ddp in watch.wrappers:
-            if getattr(ddp.module, "_compiled_call_impl", None) is None:
-                handle = ddp.module.register_forward_pre_hook(watch.inner_forward)
-                stack.callback(handle.remove)
+            watch.hook(ddp)
         stack.callback(register_optimizer_step_pre_hook(watch.before_step).remove)
         stack.callback(register_optimizer_step_post_hook(watch.after_step).remove)
         yield watch
 
 
 @contextmanager
-def _everywhere(function: Any, other: Any) -> Iterator[None]:
-    """Puts `other` in the place of a function under every name that a module has for it."""
-    other.__name__, other.__doc__ = function.__name__, function.__doc__
+def _everywhere(changes: list[tuple[Any, Any]]) -> Iterator[None]:
+    """Puts functions in the place of others under every name that a module has for these."""
+    for function, other in changes:
+        other.__name__, other.__doc__ = function.__name__, function.__doc__
+    by_id = {id(function): (function, other) for function, other in changes}
     found = [
-        (names, name)
+        (names, name, *by_id[id(value)])
         for module in list(sys.modules.values())
         for names in [getattr(module, "__dict__", None)]
         if isinstance(names, dict)
         for name, value in list(names.items())
-        if value is function
+        if id(value) in by_id
     ]
-    for names, name in found:
+    for names, name, _, other in found:
         names[name] = other
     try:
         yield
     finally:
-        for names, name in found:
+        for names, name, function, _ in found:
             names[name] = function
 
 

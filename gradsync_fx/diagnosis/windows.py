@@ -112,6 +112,12 @@ class Loop:
         sets = {frozenset(s.optimizer for s in w.steps) for w in self.closed}
         return len(sets) > 1
 
+    @property
+    def closures(self) -> tuple[Backward, ...]:
+        """Micro-steps that an optimizer makes itself, inside of its step."""
+        every = (m.backward for w in self.windows for m in w.micro_steps)
+        return tuple(b for b in every if b.in_step)
+
 
 def windows(events: Sequence[Event]) -> tuple[Window, ...]:
     """Cuts events at the updates. Optimizers that step without a backward in between close one window together."""

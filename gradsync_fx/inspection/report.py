@@ -12,6 +12,7 @@ import networkx as nx
 
 from gradsync_fx.inspection.data import ReportData
 from gradsync_fx.inspection.graphs import to_dot, to_networkx
+from gradsync_fx.inspection.page import to_html
 from gradsync_fx.inspection.text import to_text
 
 
@@ -28,6 +29,10 @@ class Report(ReportData):
     def to_json(self) -> str:
         """All of it as JSON; `schema()` describes it, and its `version` changes when a field changes its meaning."""
         return json.dumps({"version": VERSION, **asdict(self)}, indent=1)
+
+    def to_html(self, path: str | Path | None = None) -> str:
+        """One self-contained page, to look at in a browser; written to `path` as well, where one is given."""
+        return _written(to_html(self.to_json()), path)
 
     def to_dot(self, path: str | Path | None = None) -> str:
         """Text for graphviz; written to `path` as well, where one is given."""

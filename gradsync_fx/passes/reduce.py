@@ -148,8 +148,9 @@ def forget_micro_step(draft: Draft, plan: Plan) -> None:
         for w, sources in plan.regions.boundary_writes.items()
         if not plan.is_open(sources)
     }
+    outputs = draft.outputs()
+    draft.set_outputs([])
     for write in list(draft.graph.find_nodes(op="call_function", target=_aten.copy_.default)):
         if write not in kept:
-            draft.graph.erase_node(write)
-    outputs = draft.outputs()
+            draft.drop_write(write)
     draft.set_outputs([outputs[i] for i in plan.regions.tail_outputs])

@@ -23,8 +23,11 @@ from tests.scenarios.common import data_of
 from tests.workers import WORLD
 
 
+_mse = nn.functional.mse_loss
+
+
 def _loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return nn.functional.mse_loss(model(x), y)
+    return _mse(model(x), y)
 
 
 def _update(optimizer: Optimizer) -> None:
@@ -54,8 +57,8 @@ def _off_by_one(k: int, data: list[Batch]) -> None:
 def _bypassed(k: int, data: list[Batch]) -> None:
     ddp, optimizer = _parts()
     for i, batch in enumerate(data):
-        loss = _loss(ddp.module, *batch)
-        (loss / k).backward()  # culprit: bypassed
+        loss = _mse(ddp.module(batch[0]), batch[1])  # culprit: bypassed
+        (loss / k).backward()
         if (i + 1) % k == 0:
             _update(optimizer)
 
@@ -78,14 +81,13 @@ def _by_hand(k: int, data: list[Batch], flat: bool = False) -> None:
     for i, batch in enumerate(data):
         (_loss(model, *batch) / k).backward()
         if (i + 1) % k == 0:
-            grads = [p.grad for p in model.parameters()]
-            if flat:
-                grads = [torch.cat([g.flatten() for g in grads])]
-            for g in grads:
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            sent = [torch.cat([g.flatten() for g in grads])] if flat else grads
+            for g in sent:
                 dist.all_reduce(g)
                 g.div_(WORLD)
             if flat:
-                torch.nn.utils.vector_to_parameters(grads[0], [p.grad for p in model.parameters()])
+                nn.utils.vector_to_parameters(sent[0], grads)
             _update(optimizer)
 
 

@@ -25,7 +25,7 @@ function niceTop(value) {
 
 function curve(points, here, width) {
   const height = 260;
-  const box = { left: 40, right: width - 26, top: 24, bottom: height - 40 };
+  const box = { left: 48, right: width - 26, top: 24, bottom: height - 40 };
   const last = Math.log2(points.at(-1)[0]) || 1;
   const top = niceTop(Math.max(...points.map(([, s]) => s)));
   const x = (k) => box.left + (Math.min(Math.log2(k) / last, 1)) * (box.right - box.left);
@@ -52,6 +52,6 @@ function curve(points, here, width) {
     text((box.left + box.right) / 2, height - 4, "micro-steps in a window, k", { "text-anchor": "middle", class: "note" }),
     hidden,
     svg("circle", { class: "here", cx: x(here.k), cy: y(Math.min(here.ratio, top)), r: 6.5 }),
-    text(x(here.k) + (x(here.k) > width * 0.7 ? -12 : 2), y(Math.min(here.ratio, top)) - 13, `k = ${here.k}: ${factor(here.ratio)}`,
-      { class: "value", "text-anchor": x(here.k) > width * 0.7 ? "end" : x(here.k) < width * 0.15 ? "start" : "middle" }));
+    text(x(here.k) + (x(here.k) > width * 0.3 ? -10 : 2), y(Math.min(here.ratio, top)) - 13, `k = ${here.k}: ${factor(here.ratio)}`,
+      { class: "value", "text-anchor": x(here.k) > width * 0.3 ? "end" : "start" }));
 }

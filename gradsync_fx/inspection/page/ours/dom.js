@@ -37,15 +37,16 @@ function scaled(value, units) {
   return `${digits(value / size)}\u00a0${unit}`;
 }
 
-// Three digits, none after the point that say nothing.
+// Three digits, without zeros at the end that say nothing.
 function digits(value) {
   const size = Math.abs(value);
-  return value.toFixed(size >= 100 || value === 0 ? 0 : size >= 10 ? 1 : 2);
+  const text = value.toFixed(size >= 100 || value === 0 ? 0 : size >= 10 ? 1 : 2);
+  return text.includes(".") ? text.replace(/\.?0+$/, "") : text;
 }
 
 function bytes(value) {
   if (!Number.isFinite(value)) return "–";
-  return scaled(value, [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3], ["B", 1]]).replace(/\.00?(?=\u00a0B$)/, "");
+  return scaled(value, [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3], ["B", 1]]);
 }
 
 function seconds(value) {

@@ -1,6 +1,6 @@
 // The graph on its canvas: draws what the tree shows, lights nodes, pans and zooms.
 
-const REVEAL_MOST = 40; // nodes for which boxes are opened; more are shown by the boxes they are in
+const REVEAL_MOST = 12; // nodes for which boxes are opened; more are shown by the boxes they are in
 const FAST_FROM = 700; // visible items from which edges hide while the view moves
 
 function makeGraph(tree, report, container, told) {
@@ -16,6 +16,7 @@ function makeGraph(tree, report, container, told) {
   const move = (to) => (calm ? cy.viewport(to) : cy.animate(to, { duration: 220 }));
 
   view.draw = () => {
+    view.run = null;
     const shown = placed(tree);
     cy.batch(() => {
       cy.elements().remove();
@@ -32,9 +33,12 @@ function makeGraph(tree, report, container, told) {
         cy.elements().addClass("dim");
         const bright = cy.nodes().filter((n) => lit.has(n.id()));
         bright.removeClass("dim").addClass("lit");
-        if (lit.size <= REVEAL_MOST) bright.connectedEdges().removeClass("dim").addClass("lit");
+        if (lit.size <= REVEAL_MOST) bright.edgesWith(bright).removeClass("dim").addClass("lit");
       }
-      if (picked) cy.getElementById(picked).removeClass("dim").addClass("picked");
+      if (!picked) return;
+      const element = cy.getElementById(picked);
+      element.removeClass("dim").addClass("picked");
+      element.connectedEdges().removeClass("dim").addClass("lit");
     });
     container.dataset.lit = [...view.lit].map((leaf) => leaf.node.name).join(" ");
   };
@@ -52,9 +56,20 @@ function makeGraph(tree, report, container, told) {
     view.fit(open ? element : element.closedNeighborhood().nodes(), Math.max(cy.zoom(), 0.9));
     told(`${group.label || "graph"} ${open ? "opened" : "closed"}: ${plural(cy.nodes().length, "box", "boxes")} in view`);
   };
-  view.all = (open) => {
-    for (const item of tree.items.values()) if (!item.leaf && item !== tree.root) setOpen(item, open && item.children.length > 0);
+  // Inner boxes first, a few at a time: the page stays alive meanwhile.
+  view.all = async (open) => {
+    const groups = [...tree.items.values()].filter((item) => !item.leaf && item !== tree.root).sort((a, b) => b.depth - a.depth);
+    for (const group of groups) setOpen(group, open);
     if (!open) openAtStart(tree);
+    const run = (view.run = {});
+    for (let i = 0, since = performance.now(); open && i < groups.length; i++) {
+      arrange(groups[i]);
+      if (performance.now() - since < 40) continue;
+      told(`laying out: ${count(i)} of ${plural(groups.length, "box", "boxes")}`);
+      await new Promise((go) => setTimeout(go));
+      if (view.run !== run) return;
+      since = performance.now();
+    }
     view.draw();
     view.fit();
     told(open ? `everything open: ${plural(cy.nodes().length, "box", "boxes")}` : "closed again");
@@ -63,7 +78,7 @@ function makeGraph(tree, report, container, told) {
     view.lit = new Set(leaves);
     view.picked = picked;
     if (leaves.length <= REVEAL_MOST) leaves.forEach(reveal);
-    else if (leaves.length) reveal(leaves[0]);
+    if (picked) reveal(picked);
     view.draw();
     const marked = cy.nodes(".lit, .picked");
     view.fit(marked, 1.2);
@@ -104,7 +119,7 @@ function edgeElements(tree) {
   return [...found].map(([key, { a, b, values, size }]) => ({
     group: "edges",
     data: { id: key, source: a.id, target: b.id, values, bytes: size, width: Math.min(1 + Math.log10(1 + values) * 1.4, 4) },
-    classes: a.region === b.region ? [] : ["far"],
+    classes: a.region === b.region ? [] : a.region === "input" ? ["far", "given"] : ["far"],
   }));
 }
 

@@ -4,6 +4,7 @@
 const PAD = 14;
 const TITLE = 24;
 const LANE_GAP = 46;
+const SIMPLEX_MOST = 16;
 const pen = document.createElement("canvas").getContext("2d");
 const widths = new Map();
 
@@ -16,7 +17,7 @@ function sizeOf(item) {
     const inner = arrange(item);
     return { width: Math.max(inner.width, textWidth(labelOf(item), 12)) + 2 * PAD, height: inner.height + 2 * PAD + TITLE };
   }
-  const width = Math.min(Math.max(textWidth(labelOf(item), 12) + 22, 64), 230);
+  const width = Math.min(Math.max(textWidth(labelOf(item), 12) + 22, 64), 266);
   return { width, height: item.leaf ? 28 : 38 };
 }
 
@@ -63,7 +64,8 @@ function inside(group, sizes) {
 
 function layered(group, linked, sizes) {
   const graph = new dagre.graphlib.Graph();
-  graph.setGraph({ rankdir: direction(group, linked), nodesep: 14, ranksep: 30, marginx: 0, marginy: 0 });
+  const ranker = linked.size > SIMPLEX_MOST ? "longest-path" : "network-simplex"; // the second is finer, and slow
+  graph.setGraph({ rankdir: direction(group, linked), nodesep: 14, ranksep: 30, marginx: 0, marginy: 0, ranker });
   graph.setDefaultEdgeLabel(() => ({}));
   for (const item of group.children) if (linked.has(item)) graph.setNode(item.id, { ...sizes.get(item), item });
   for (const { from, to, weight } of group.links.values()) graph.setEdge(from.id, to.id, { weight: Math.min(weight, 8) });
@@ -88,7 +90,7 @@ function layered(group, linked, sizes) {
 function direction(group, linked) {
   const across = group.region === "backward" ? "RL" : "LR";
   const boxes = [...linked].filter((c) => !c.leaf).length;
-  if (boxes > linked.size / 2 && boxes <= 14) return across;
+  if (linked.size <= 14 && (group.depth === 1 || boxes > linked.size / 2)) return across;
   const ranks = new Map();
   for (const { from, to } of group.links.values()) ranks.set(to, Math.max(ranks.get(to) || 0, (ranks.get(from) || 0) + 1));
   const depth = 1 + Math.max(0, ...ranks.values());

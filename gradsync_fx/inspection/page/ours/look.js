@@ -11,7 +11,7 @@ function lookOf() {
     { selector: "node", style: {
       shape: "round-rectangle", width: "data(width)", height: "data(height)", label: "data(label)", "font-size": 12,
       "font-family": "system-ui, sans-serif", color: colour("ink"), "text-valign": "center", "text-halign": "center",
-      "text-wrap": "ellipsis", "text-max-width": 214, "border-width": 1, "border-color": colour("line"),
+      "text-wrap": "ellipsis", "text-max-width": 250, "border-width": 1, "border-color": colour("line"),
       "background-color": colour("surface"), "min-zoomed-font-size": 5, "corner-radius": 6, "z-index": 2,
     } },
     ...regions,
@@ -25,9 +25,10 @@ function lookOf() {
     { selector: "node.lane", style: { "background-opacity": 0.14, "border-style": "dashed", "font-size": 13 } },
     { selector: "edge", style: {
       width: "data(width)", "line-color": colour("edge"), "target-arrow-color": colour("edge"), "target-arrow-shape": "triangle",
-      "arrow-scale": 0.7, "curve-style": "straight", opacity: 0.5, "z-index": 1,
+      "arrow-scale": 0.7, "curve-style": "straight", opacity: 0.65, "z-index": 1,
     } },
-    { selector: "edge.far", style: { opacity: 0.16 } },
+    { selector: "edge.far", style: { opacity: 0.3 } },
+    { selector: "edge.given", style: { opacity: 0.15 } },
     { selector: "node.dim", style: { opacity: 0.45 } },
     { selector: "node.frame.dim", style: { opacity: 0.75 } },
     { selector: "edge.dim", style: { opacity: 0.07 } },

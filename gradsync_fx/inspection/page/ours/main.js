@@ -55,11 +55,12 @@ function drawGraph() {
   panel.overview();
   requestAnimationFrame(() => view.cy.fit(view.cy.elements(), 24));
 
-  const bucket = (c) => {
+  const bucket = (c, byKey) => {
     const leaves = c.nodes.map((name) => tree.leaves.get(name)).filter(Boolean);
     const boxes = view.light(leaves);
     panel.bucket(c, leaves);
     said.textContent = `bucket ${c.bucket}: ${plural(leaves.length, "node")} lit` + (boxes !== leaves.length ? ` in ${plural(boxes, "box", "boxes")}` : "");
+    if (byKey) side.focus({ preventScroll: true });
     byId("graph").scrollIntoView({ behavior: still ? "auto" : "smooth", block: "start" });
   };
   const showNode = (name) => {

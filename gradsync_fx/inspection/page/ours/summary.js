@@ -20,7 +20,7 @@ function drawSummary(report) {
       report.scale.accumulator_dtypes.join(", ") || "–", ", on the wire ", report.scale.wire_dtypes.join(", ") || "–"),
     el("div", { class: "figures" },
       figure("Gradient collectives", "per window", report.collectives_before, report.collectives_after, count, "collectives"),
-      figure("Bytes one rank sends", "per window", report.bytes_before, report.bytes_after, bytes, "bytes"),
+      figure("Bytes", "per window and rank", report.bytes_before, report.bytes_after, bytes, "bytes"),
       figure("Time", `estimated, ${report.predicted.hardware.name}`, report.predicted.window_synced,
         report.predicted.window, seconds, "seconds")),
   );

@@ -1,9 +1,10 @@
 // Tables that sort by a click on a column and filter by what is typed; long ones show their first rows until asked.
 
 const ROWS = 100;
+const FILTER_FROM = 3; // a filter for fewer rows is clutter
 
 // columns: {title, value(row), cell(row), number}. pick(row): rows are buttons then, by click, Enter and space.
-function sortable({ caption, rows, columns, text, pick, id, filter = true }) {
+function sortable({ caption, rows, columns, text, pick, id }) {
   let order = null;
   let rising = true;
   let limit = ROWS;
@@ -40,16 +41,16 @@ function sortable({ caption, rows, columns, text, pick, id, filter = true }) {
     const cells = columns.map((column, i) => el(i ? "td" : "th", { class: column.number ? "number" : null, scope: i ? null : "row" }, column.cell(row)));
     const made = el("tr", pick ? { tabindex: "0", class: "pickable" } : {}, cells);
     if (pick) {
-      const go = () => {
+      const go = (event) => {
         body.querySelectorAll("[aria-current]").forEach((other) => other.removeAttribute("aria-current"));
         made.setAttribute("aria-current", "true");
-        pick(row);
+        pick(row, event.type === "keydown");
       };
       made.addEventListener("click", go);
       made.addEventListener("keydown", (event) => {
         if (event.key !== "Enter" && event.key !== " ") return;
         event.preventDefault();
-        go();
+        go(event);
       });
     }
     return made;
@@ -57,7 +58,7 @@ function sortable({ caption, rows, columns, text, pick, id, filter = true }) {
   field.addEventListener("input", draw);
   draw();
   return el("div", { class: "sortable" },
-    filter ? el("div", { class: "tools" }, field, tally) : null,
+    rows.length > FILTER_FROM ? el("div", { class: "tools" }, field, tally) : null,
     el("div", { class: "scroll", role: "region", "aria-label": caption, tabindex: "0" },
       el("table", { id }, el("caption", { class: "hidden-text" }, caption), el("thead", {}, el("tr", {}, heads)), body)),
     more);

@@ -57,6 +57,7 @@ function track(t, longest) {
   return el("div", { class: "track" },
     el("div", { class: "track-head" }, el("span", {}, el("strong", {}, t.title), " ", el("span", { class: "muted" }, t.note)),
       el("strong", { class: "number" }, seconds(t.total))),
+    el("div", { class: "lane-names muted", "aria-hidden": "true" }, el("span", {}, "compute"), el("span", {}, "all-reduce")),
     el("div", { class: "calls", style: { width: `calc(${fixed} + (100% - ${fixed}) * ${Math.max(width, 0.004)})` } },
       t.calls.map((c) => (c.folded ? fold(c.folded) : call(c)))));
 }
@@ -95,7 +96,7 @@ function verdict(found, k) {
   return el("div", {},
     el("p", {}, text),
     el("p", { class: "muted" }, `Computation ${seconds(found.compute / k)} in each micro-step. Machine: ${h.name}, ` +
-      `${seconds(h.latency)} latency, ${bytes(h.bandwidth)}/s, ${digits(h.flops / 1e9)} GFLOP/s as reached. An estimate from FLOPs and bytes: ` +
+      `${seconds(h.latency)} latency, ${bytes(h.bandwidth)}/s, ${scaled(h.flops, [["PFLOP/s", 1e15], ["TFLOP/s", 1e12], ["GFLOP/s", 1e9], ["MFLOP/s", 1e6]])} as reached. An estimate from FLOPs and bytes: ` +
       "no memory traffic, host time or update; nothing here was measured."));
 }
 

@@ -1,9 +1,10 @@
 // The graph as boxes in boxes: region, modules, nodes. Links run between the children of one box.
 
 const REGIONS = ["input", "forward", "backward", "gradient sync", "other", "optimizer"];
-const LOOSE_MOST = 8; // nodes beside groups, before they get a group of their own
+const LOOSE_MOST = 6; // nodes beside groups, before they get a group of their own
 const CHILDREN_MOST = 120; // nodes in one box; more are cut into runs
-const START_BOXES = 44; // boxes that the first view shows, about
+const START_BOXES = 36; // boxes that the first view shows, about; on a phone
+const START_SMALL = 8;
 
 function buildTree(report) {
   const { paths, guessed } = pathsOf(report);
@@ -52,7 +53,7 @@ function tidy(tree, group, step) {
   const loose = group.children.filter((c) => c.leaf);
   const groups = group.children.filter((c) => !c.leaf);
   if (isRegion && loose.length > LOOSE_MOST && groups.length && group.region !== "input") {
-    const name = { optimizer: "shared", "gradient sync": "shared" }[group.region] || `${step}, no module`;
+    const name = { optimizer: "shared", "gradient sync": "no bucket" }[group.region] || `${step}, no module`;
     gather(tree, group, loose, name);
   } else if (loose.length > CHILDREN_MOST) {
     for (let i = 0; i < loose.length; i += CHILDREN_MOST) {
@@ -107,17 +108,22 @@ function link(tree, report) {
   }
 }
 
-// Regions first, then what fits, breadth first. Inputs and update stay closed: there is little to see in them.
+// Regions first, then level by level what fits, siblings together. Inputs and update stay closed: little to see there.
 function openAtStart(tree) {
-  const queue = [...tree.regions.values()].filter((r) => r.region !== "input" && r.region !== "optimizer");
-  let boxes = tree.regions.size;
-  while (queue.length) {
-    const group = queue.shift();
-    if (boxes + group.children.length > START_BOXES) continue;
-    if (group.depth > 1 && group.children.every((c) => c.leaf)) continue;
-    boxes += group.children.length;
-    setOpen(group, true);
-    if (group.region === "forward" || group.region === "backward") queue.push(...group.children.filter((c) => !c.leaf));
+  const most = innerWidth < 700 ? START_SMALL : START_BOXES;
+  const worth = (c) => !c.leaf && c.children.filter((inner) => inner.leaf).length * 2 <= c.children.length;
+  const regions = [...tree.regions.values()];
+  const levels = regions.filter((r) => r.region !== "input" && r.region !== "optimizer").map((r) => [r]);
+  let boxes = regions.length;
+  while (levels.length) {
+    const level = levels.shift();
+    const more = level.reduce((sum, group) => sum + group.children.length, 0);
+    if (boxes + more > most) continue;
+    boxes += more;
+    for (const group of level) {
+      setOpen(group, true);
+      if (group.region === "forward" || group.region === "backward") levels.push(group.children.filter(worth));
+    }
   }
 }
 
