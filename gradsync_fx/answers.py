@@ -223,7 +223,9 @@ def _scheduler_step(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]
 
 def _as_tensor(tx: Any, value: Any) -> Any:
     if not isinstance(value, TensorVariable):
-        value = _call(tx, torch.full, TupleVariable([]), value, dtype=const(torch.float64))
+        # Added, not filled in: a fill would make a constant of a number that changes with every call.
+        zero = _call(tx, torch.zeros, TupleVariable([]), dtype=const(torch.float64))
+        value = zero.call_method(tx, "add", [value], {})
     return value.call_method(tx, "detach", [], {})
 
 

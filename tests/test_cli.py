@@ -410,12 +410,9 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_doctor_finds_failures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked = {
-        "get_cpp_compiler": lambda: "no-such-compiler",
-        "cache_dir": lambda: str(tmp_path / "file" / "cache"),
-    }
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(doctor, "_named", lambda module, name: asked[name])
+    monkeypatch.setattr(doctor, "get_cpp_compiler", lambda: "no-such-compiler")
+    monkeypatch.setattr(doctor, "inductor_cache_dir", lambda: str(tmp_path / "file" / "cache"))
     monkeypatch.setattr(doctor, "torch_version", lambda: (1, 9))
     monkeypatch.setattr(doctor.sysconfig, "get_path", lambda name: str(tmp_path))
     monkeypatch.setattr(doctor.dist, "is_gloo_available", lambda: 1 / 0)
@@ -435,7 +432,7 @@ def test_doctor_gives_up_on_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path
     slow.write_text("#!/bin/sh\nexec sleep 30\n")
     slow.chmod(0o755)
     monkeypatch.setattr(doctor, "COMPILE_SECONDS", 0.2)
-    monkeypatch.setattr(doctor, "_named", lambda module, name: lambda: str(slow))
+    monkeypatch.setattr(doctor, "get_cpp_compiler", lambda: str(slow))
     (check,) = doctor._compiler()
     assert check.status == "fail"
     assert "within 0.2 s" in check.detail

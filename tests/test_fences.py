@@ -340,7 +340,7 @@ def test_hyper_parameters_that_the_step_sets(place: str) -> None:
     model = mlp()
     optimizer = sgd(model)
     error = refused(gradsync_fx.CaptureError, "group 0 of SGD", quick(step, 1), *DATA[0], 0.1)
-    assert "test_fences.py" in error.culprit
+    assert "drive.py" in error.culprit  # the line of optimizer.step()
 
 
 class Odd(Optimizer):

@@ -6,7 +6,6 @@ not there become the line's text.
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import platform
 import shlex
@@ -18,12 +17,17 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from gradsync_fx._torch import NEWEST, OLDEST, torch_version
+from gradsync_fx._torch import (
+    NEWEST,
+    OLDEST,
+    get_cpp_compiler,
+    inductor_cache_dir,
+    torch_version,
+)
 
 
 OK, WARN, FAIL = "ok", "warn", "fail"
@@ -87,7 +91,7 @@ def _torch() -> Iterator[Check]:
 def _compiler() -> Iterator[Check]:
     fix = "install g++ or clang++ (Debian: apt install g++), or use backend='aot_eager'"
     try:
-        compiler = str(_named("torch._inductor.cpp_builder", "get_cpp_compiler")())
+        compiler = str(get_cpp_compiler())
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         yield Check("C++ compiler", FAIL, lines[0], fix)
@@ -174,7 +178,7 @@ def _devices() -> Iterator[Check]:
 def _cache() -> Iterator[Check]:
     fix = "point TORCHINDUCTOR_CACHE_DIR to a folder of yours, on a disk with space"
     try:
-        folder = Path(_named("torch._inductor.runtime.cache_dir_utils", "cache_dir")())
+        folder = Path(inductor_cache_dir())
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder) as file:
             file.write(b"x")
@@ -222,11 +226,6 @@ def _optional() -> Iterator[Check]:
     else:
         fix = "install graphviz, if wanted"
         yield Check("graphviz", WARN, "no dot; it draws what --dot writes", fix)
-
-
-def _named(module: str, name: str) -> Any:
-    """A private name of torch, only to ask it what Inductor would use; the caller reports one that is gone."""
-    return getattr(importlib.import_module(module), name)
 
 
 def _bytes(count: float) -> str:

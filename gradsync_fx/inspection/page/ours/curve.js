@@ -37,7 +37,7 @@ function curve(points, here, width) {
   const hidden = here.hidden === null || here.hidden === undefined ? [] : [
     svg("line", { class: "mark", x1: x(here.hidden), x2: x(here.hidden), y1: box.top - 8, y2: box.bottom }),
     text(x(here.hidden) + (x(here.hidden) > width / 2 ? -6 : 6), box.top - 10, `hidden from k = ${here.hidden}`,
-      { class: "note", "text-anchor": x(here.hidden) > width / 2 ? "end" : "start" })];
+      { class: "hint", "text-anchor": x(here.hidden) > width / 2 ? "end" : "start" })];
   return svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `Speed-up over k. ${here.told}` },
     levels.map((level) => [
       svg("line", { class: "grid", x1: box.left, x2: box.right, y1: y(level), y2: y(level) }),
@@ -49,7 +49,7 @@ function curve(points, here, width) {
       svg("circle", { class: "dot", cx: x(k), cy: y(s), r: 3.5 }, svg("title", {}, `k = ${k}: ${factor(s)}`)),
       text(x(k), box.bottom + 18, String(k), { "text-anchor": "middle" }),
     ]).flat(),
-    text((box.left + box.right) / 2, height - 4, "micro-steps in a window, k", { "text-anchor": "middle", class: "note" }),
+    text((box.left + box.right) / 2, height - 4, "micro-steps in a window, k", { "text-anchor": "middle", class: "hint" }),
     hidden,
     svg("circle", { class: "here", cx: x(here.k), cy: y(Math.min(here.ratio, top)), r: 6.5 }),
     text(x(here.k) + (x(here.k) > width * 0.3 ? -10 : 2), y(Math.min(here.ratio, top)) - 13, `k = ${here.k}: ${factor(here.ratio)}`,

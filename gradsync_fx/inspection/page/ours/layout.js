@@ -17,7 +17,7 @@ function sizeOf(item) {
     const inner = arrange(item);
     return { width: Math.max(inner.width, textWidth(labelOf(item), 12)) + 2 * PAD, height: inner.height + 2 * PAD + TITLE };
   }
-  const width = Math.min(Math.max(textWidth(labelOf(item), 12) + 22, 64), 266);
+  const width = Math.min(Math.max(textWidth(labelOf(item), 12) * (item.leaf ? 1 : 1.1) + 24, 64), 266);
   return { width, height: item.leaf ? 28 : 38 };
 }
 

@@ -22,7 +22,7 @@ function buildTree(report) {
       if (!at.named.has(part)) at.named.set(part, box(tree, at, part, node.region));
       at = at.named.get(part);
     }
-    const leaf = { id: `n${tree.number++}`, leaf: true, node, label: node.parameter || node.name, region: node.region, parent: at, count: 1 };
+    const leaf = { id: `n${tree.number++}`, leaf: true, node, label: leafLabel(node), region: node.region, parent: at, count: 1 };
     at.children.push(leaf);
     tree.leaves.set(node.name, leaf);
   }
@@ -32,6 +32,14 @@ function buildTree(report) {
   link(tree, report);
   openAtStart(tree);
   return tree;
+}
+
+// Inside its module's box, a parameter needs its own name only.
+function leafLabel(node) {
+  if (!node.parameter) return node.name;
+  if (node.op === "data") return node.parameter;
+  const last = node.parameter.split(".").at(-1);
+  return node.op === "parameter" ? last : `${last}, ${node.op}`;
 }
 
 function box(tree, parent, label, region) {

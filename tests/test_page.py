@@ -1,0 +1,312 @@
+"""The page of a report, in headless Chromium: complete, quiet, safe with hostile names, and usable at any width."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from selenium.webdriver import Chrome, ChromeOptions
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import WebDriverWait
+from torch import nn
+
+import gradsync_fx
+from gradsync_fx.inspection.page import to_html
+
+
+HOSTILE = "<script>alert(1)</script>"
+HOSTILE_LINE = "</script><img src=x onerror=alert(1)>.py:7"
+LIT = "return document.querySelector('.canvas').dataset.lit.split(' ').filter(Boolean)"
+IN_VIEW = "return document.querySelector('.canvas')._cyreg.cy.nodes(arguments[0]).map(n => n.data('name'))"
+
+
+def train_step(model, optimizer, x, y):
+    loss = nn.functional.mse_loss(model(x), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def layers() -> nn.Sequential:
+    model = nn.Sequential()
+    model.add_module("first", nn.Linear(8, 16))
+    model.add_module(HOSTILE, nn.Linear(16, 16))
+    model.add_module("__proto__", nn.Linear(16, 4))
+    return model
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    """A report of a small step, with all that a page can show."""
+    model = layers()
+    found = gradsync_fx.explain(
+        train_step,
+        model,
+        torch.optim.AdamW(model.parameters()),
+        torch.randn(4, 8),
+        torch.randn(4, 4),
+        gradient_accumulation_steps=16,
+        world_size=8,
+    )
+    data: dict[str, Any] = json.loads(found.to_json())
+    first = data["collectives"][0]
+    data["collectives"].append(
+        {**first, "bucket": 1, "bytes": first["bytes"] * 3, "nodes": first["nodes"][1:3]}
+    )
+    data["warnings"] = [f"the loss is divided by 4 at {HOSTILE_LINE}", HOSTILE]
+    data["refusals"] = ["declined & <b>kept</b>"]
+    data["unused_parameters"] = ["spare.weight"]
+    data["kept"] = [
+        {
+            "op": "all_gather",
+            "line": HOSTILE_LINE,
+            "why": "for a metric",
+            "node": data["graph"][-1]["name"],
+        }
+    ]
+    data["graph"][-1]["line"] = HOSTILE_LINE
+    data["programs"][0].update(compile_seconds=1.5, calls=3, seconds=0.3)
+    return data
+
+
+class Page:
+    """A loaded page and what is asked of it."""
+
+    def __init__(self, browser: Chrome, address: str) -> None:
+        self.browser, self.address = browser, address
+
+    def load(self, width: int = 1400, theme: str = "light") -> None:
+        self.browser.execute_cdp_cmd(
+            "Emulation.setDeviceMetricsOverride",
+            {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False},
+        )
+        features = [
+            {"name": "prefers-color-scheme", "value": theme},
+            {"name": "prefers-reduced-motion", "value": "reduce"},
+        ]
+        self.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+        self.browser.get(self.address)
+
+    def run(self, script: str, *args: Any) -> Any:
+        return self.browser.execute_script(script, *args)
+
+    def one(self, selector: str) -> Any:
+        return self.browser.find_element(By.CSS_SELECTOR, selector)
+
+    def text(self, selector: str) -> str:
+        found: str = self.run("return document.querySelector(arguments[0]).textContent", selector)
+        return found
+
+    def number(self, selector: str) -> int:
+        return len(self.browser.find_elements(By.CSS_SELECTOR, selector))
+
+    def open_all_details(self) -> None:
+        self.run("document.querySelectorAll('details').forEach(d => { d.open = true })")
+        WebDriverWait(self.browser, 10).until(lambda _: self.number("details pre") > 0)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Chrome]:
+    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    assert chromium is not None, "these tests need a browser: apt-get install chromium"
+    assert driver is not None, "these tests need its driver: apt-get install chromium-driver"
+    options = ChromeOptions()
+    options.binary_location = chromium
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    opened = Chrome(options=options, service=Service(driver))
+    yield opened
+    opened.quit()
+
+
+@pytest.fixture(scope="module")
+def closed(
+    browser: Chrome, report: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> Page:
+    """The page, written and not loaded."""
+    file = tmp_path_factory.mktemp("page") / "report.html"
+    file.write_text(to_html(json.dumps(report)), encoding="utf-8")
+    return Page(browser, file.as_uri())
+
+
+@pytest.fixture
+def page(closed: Page) -> Page:
+    for kind in ("browser", "performance"):
+        closed.browser.get_log(kind)
+    closed.load()
+    return closed
+
+
+def requested(browser: Chrome) -> list[str]:
+    events = (json.loads(entry["message"])["message"] for entry in browser.get_log("performance"))
+    return [
+        e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"
+    ]
+
+
+def test_loads_without_errors_or_requests(page: Page) -> None:
+    page.open_all_details()
+    page.one("#collectives-table tbody tr").click()
+    assert page.browser.get_log("browser") == []
+    assert {url for url in requested(page.browser) if not url.startswith("data:")} == {page.address}
+
+
+def test_numbers_are_those_of_the_report(page: Page, report: dict[str, Any]) -> None:
+    page.open_all_details()
+    for name in ("collectives", "bytes"):
+        for when in ("before", "after"):
+            found = page.one(f'[data-figure="{name}-{when}"]').get_attribute("data-value")
+            assert int(found) == report[f"{name}_{when}"], (name, when)
+    rows = {
+        "#collectives-table": report["collectives"],
+        "#programs-table": report["programs"],
+        "#parameters-table": report["parameters"],
+        "#passes table": report["passes"],
+    }
+    for selector, expected in rows.items():
+        assert page.number(f"{selector} tbody tr") == len(expected), selector
+    notes = [*report["warnings"], *report["refusals"], *report["kept"], "unused parameters"]
+    assert page.number("#notes .note") == len(notes)
+    assert page.number(".curve circle.dot") == len(report["predicted"]["speedup"])
+    assert f"{len(report['graph'])} nodes" in page.text(".panel")
+    shown = page.run(
+        "return [...document.querySelectorAll('#graph .legend .number')].map(e => +e.textContent)"
+    )
+    assert sum(shown) == len(report["graph"])
+    assert [p["code"].strip() for p in report["programs"]] == page.run(
+        "return [...document.querySelectorAll('details pre')].map(e => e.textContent)"
+    )
+
+
+def test_every_node_is_in_the_graph_when_all_is_open(page: Page, report: dict[str, Any]) -> None:
+    closed = [name for name in page.run(IN_VIEW, "*") if name]
+    page.run(
+        "[...document.querySelectorAll('.buttons button')].find(b => b.textContent === 'Open all').click()"
+    )
+    WebDriverWait(page.browser, 20).until(
+        lambda _: page.text(".said").startswith("everything open")
+    )
+    opened = [name for name in page.run(IN_VIEW, "*") if name]
+    assert len(closed) < len(opened)
+    assert sorted(opened) == sorted(n["name"] for n in report["graph"])
+
+
+@pytest.mark.parametrize("name", ["first.weight", f"{HOSTILE}.bias", "__proto__.weight"])
+def test_search_finds_a_parameter(page: Page, report: dict[str, Any], name: str) -> None:
+    page.one("#search").send_keys(name)
+    assert page.text('#search-list [role="option"] span') == name
+    page.one("#search").send_keys(Keys.ENTER)
+    node = next(n for n in report["graph"] if n["parameter"] == name and n["op"] == "parameter")
+    assert page.run(IN_VIEW, ".picked") == [node["name"]]
+    assert page.text(".panel h3") == name
+    assert ", ".join(map(str, node["shape"])) in page.text(".panel")
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+def test_a_row_of_a_collective_lights_its_nodes(
+    page: Page, report: dict[str, Any], by_key: bool
+) -> None:
+    expected = set(report["collectives"][0]["nodes"]) & {n["name"] for n in report["graph"]}
+    row = page.one("#collectives-table tbody tr")
+    if by_key:
+        row.send_keys(Keys.ENTER)
+    else:
+        row.click()
+    assert set(page.run(LIT)) == expected != set()
+    assert set(page.run(IN_VIEW, ".lit")) == expected
+    top = page.run("return document.querySelector('.desk').getBoundingClientRect().top")
+    assert 0 <= top < 500
+    assert f"{len(expected)} nodes lit" in page.text(".said")
+
+
+def test_collectives_sort_and_filter(page: Page, report: dict[str, Any]) -> None:
+    first = "return +document.querySelector('#collectives-table tbody th').textContent"
+    page.run("[...document.querySelectorAll('#collectives-table thead button')][1].click()")
+    largest = max(report["collectives"], key=lambda c: c["bytes"])["bucket"]
+    assert page.run(first) == largest
+    assert page.one('#collectives-table [aria-sort="descending"]').text.startswith("Size")
+    page.run("[...document.querySelectorAll('#collectives-table thead button')][1].click()")
+    assert page.run(first) != largest
+    page.one("#parameters summary").click()
+    WebDriverWait(page.browser, 5).until(lambda _: page.number("#parameters-table"))
+    page.one("#parameters .tools input").send_keys("first")
+    assert page.number("#parameters-table tbody tr") == 2
+
+
+def test_hostile_names_are_text(page: Page, report: dict[str, Any]) -> None:
+    page.open_all_details()
+    assert page.browser.title.startswith("train_step")
+    assert page.number("script") == 4  # theme, data, libraries, ours
+    assert page.number("img") == page.number("b") == 0
+    assert [
+        e.text for e in page.browser.find_elements(By.CSS_SELECTOR, ".note.warning div")
+    ] == report["warnings"]
+    assert HOSTILE in page.text("#parameters-table")
+    assert page.browser.get_log("browser") == []
+
+
+def test_the_data_ends_no_script_element() -> None:
+    text = to_html(
+        json.dumps({"step": f"{HOSTILE}{{{{data}}}}", "x": ["</script>", "<!--", "&", "\u2028"]})
+    )
+    data = text.split('<script type="application/json" id="report">')[1].split("</script>")[0]
+    assert json.loads(data)["x"] == ["</script>", "<!--", "&", "\u2028"]
+    assert not set("<>&") & set(data)
+    assert HOSTILE not in text
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 2000])
+def test_any_width_in_both_themes(closed: Page, width: int, theme: str) -> None:
+    page = closed
+    page.load(width, theme)
+    page.open_all_details()
+    page.one("#collectives-table tbody tr").click()
+    root = "document.documentElement"
+    assert page.run("return innerWidth") == width
+    assert page.run(f"return {root}.scrollWidth - {root}.clientWidth") == 0
+    colours = page.run(
+        "const s = getComputedStyle(document.body); return [s.backgroundColor, s.color]"
+    )
+    back, ink = (
+        sum(map(int, c.removeprefix("rgb(").removesuffix(")").split(","))) for c in colours
+    )
+    assert (back > ink) == (theme == "light")
+    assert page.browser.get_log("browser") == []
+
+
+def test_the_theme_is_chosen_and_remembered(page: Page) -> None:
+    dark = "return document.documentElement.dataset.theme"
+    page.one("#theme-toggle").click()
+    assert page.run(dark) == "dark"
+    page.load()
+    assert page.run(dark) == "dark"
+    page.one("#theme-toggle").click()
+    assert page.run(dark) == "light"
+    page.run("localStorage.clear()")
+
+
+def test_keys_reach_everything(page: Page) -> None:
+    page.run("document.activeElement.blur()")
+    page.one("body").send_keys(Keys.TAB)
+    assert page.run("return document.activeElement.className") == "skip"
+    reached = (
+        "return [...document.querySelectorAll('a[href], button, input, summary, [tabindex=\"0\"]')]"
+    )
+    unnamed = ".filter(e => !(e.textContent.trim() || e.ariaLabel)).map(e => e.outerHTML)"
+    assert page.run(reached + unnamed) == []
+    page.one(".frame").send_keys("+")
+    before = page.run("return document.querySelector('.canvas')._cyreg.cy.zoom()")
+    page.one(".frame").send_keys("+")
+    assert page.run("return document.querySelector('.canvas')._cyreg.cy.zoom()") > before
+    button = page.one(".panel .links button")
+    button.send_keys(Keys.ENTER)
+    assert page.text(".panel .actions button") in ("Open", "Close")
