@@ -2,6 +2,7 @@
 
 from gradsync_fx.api import OptimizedStep, optimize
 from gradsync_fx.controls import micro_batch_weight
+from gradsync_fx.diagnose import diagnose
 from gradsync_fx.errors import (
     CaptureError,
     ForeignParameterError,
@@ -42,6 +43,7 @@ __all__ = [
     "VersionError",
     "WindowError",
     "calibrate",
+    "diagnose",
     "explain",
     "micro_batch_weight",
     "optimize",

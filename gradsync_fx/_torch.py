@@ -64,8 +64,8 @@ try:
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.decomposition import select_decomp_table
-    from torch._inductor.runtime.cache_dir_utils import cache_dir as inductor_cache_dir
     from torch._inductor.pattern_matcher import stable_topological_sort
+    from torch._inductor.runtime.cache_dir_utils import cache_dir as inductor_cache_dir
     from torch._inductor.virtualized import V as inductor_globals
     from torch._logging._internal import trace_structured
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode

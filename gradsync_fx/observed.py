@@ -131,9 +131,7 @@ def line_of(tx: Any) -> str:
     return f"{frame.filename}:{frame.lineno}"
 
 
-def refuse(
-    tx: Any, culprit: str, *, seen: str, wanted: str, fix: str, where: str = ""
-) -> NoReturn:
+def refuse(tx: Any, culprit: str, *, seen: str, wanted: str, fix: str, where: str = "") -> NoReturn:
     """Ends the trace. Dynamo would hand on the text only: the error itself is kept for whoever began the trace."""
     where = f"{culprit}, at {where or line_of(tx)}"
     observed().refusal = CaptureError(where, seen=seen, wanted=wanted, fix=fix)

@@ -30,6 +30,8 @@ EXAMPLES = (
     "token_weighted.py",
     "resume_mid_window.py",
 )
+# What these two print in the end; they look at steps, and train nothing.
+LOOKING = {"inspect_step.py": "speed-up", "diagnose_loop.py": "looks right"}
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 TABLE = re.compile(r"(?<=<!-- layout -->\n).*?(?=<!-- end of layout -->)", re.DOTALL)
 # A block of Python and, where a block of text comes right after it, what it prints.
@@ -72,7 +74,7 @@ def test_readme_code_runs_and_prints_what_it_says(monkeypatch: pytest.MonkeyPatc
             assert printed.getvalue() == block[2]
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", [*EXAMPLES, *LOOKING])
 def test_example_is_short_and_public(name: str) -> None:
     source = (ROOT / "examples" / name).read_text()
     tree = ast.parse(source)
@@ -83,6 +85,11 @@ def test_example_is_short_and_public(name: str) -> None:
     assert not [m for m in imported if m.startswith("gradsync_fx")], "import gradsync_fx instead"
     public = {*gradsync_fx.__all__, "__version__"}
     assert set(re.findall(r"\bgradsync_fx\.(\w+)", source)) <= public
+
+
+@pytest.mark.parametrize("name", LOOKING)
+def test_example_that_looks(name: str) -> None:
+    assert LOOKING[name] in run(f"examples/{name}")
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

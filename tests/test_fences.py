@@ -369,6 +369,6 @@ def test_a_first_update_that_cannot_be_foreseen() -> None:
     for batch in DATA[:4]:
         step(model, optimizer, *batch)
         plain_step(other, theirs, *batch)
-    assert optimizer.state[model[0].weight]["n"] == 4
+    assert {state["n"] for state in optimizer.state.values()} == {4}
     for mine, its in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(mine, its, atol=1e-6, rtol=0)

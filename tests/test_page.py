@@ -14,7 +14,7 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
-from torch import nn
+from torch import Tensor, nn
 
 import gradsync_fx
 from gradsync_fx.inspection.page import to_html
@@ -26,7 +26,7 @@ LIT = "return document.querySelector('.canvas').dataset.lit.split(' ').filter(Bo
 IN_VIEW = "return document.querySelector('.canvas')._cyreg.cy.nodes(arguments[0]).map(n => n.data('name'))"
 
 
-def train_step(model, optimizer, x, y):
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
     loss = nn.functional.mse_loss(model(x), y)
     loss.backward()
     optimizer.step()

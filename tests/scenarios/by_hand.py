@@ -131,4 +131,9 @@ def metric(rank: int, wrap: str, k: int) -> dict[str, Any]:
         with counted() as one:
             run(model, optimizer, *batch)
         each.append(one.all_reduces)
-    return {"losses": losses, "shown": shown, "each": each, "kept": run.report().kept}
+    return {
+        "losses": losses,
+        "shown": shown,
+        "each": each,
+        "kept": [k.line for k in run.report().kept],
+    }

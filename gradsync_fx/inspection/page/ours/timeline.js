@@ -54,7 +54,7 @@ function track(t, longest) {
   const folds = t.calls.some((c) => c.folded);
   const width = length(t.calls) / longest;
   const fixed = folds ? "var(--fold)" : "0px";
-  return el("div", { class: "track" },
+  return el("div", { class: `track${width < 0.7 ? " short" : ""}` },
     el("div", { class: "track-head" }, el("span", {}, el("strong", {}, t.title), " ", el("span", { class: "muted" }, t.note)),
       el("strong", { class: "number" }, seconds(t.total))),
     el("div", { class: "lane-names muted", "aria-hidden": "true" }, el("span", {}, "compute"), el("span", {}, "all-reduce")),
