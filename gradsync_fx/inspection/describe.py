@@ -152,18 +152,18 @@ def _graph(captured: CapturedStep, programs: dict[str, Program]) -> tuple[GraphN
 
 
 def _modules(captured: CapturedStep) -> dict[Node, str]:
-    """Path of the submodule that each node was traced in; a backward node's is that of the forward it belongs to."""
+    """Path of the submodule that each node was traced in; for backward, of the forward value that it reads."""
     found: dict[Node, str] = {}
-    by_number: dict[Any, str] = {}
     for node in captured.capture.step.module.graph.nodes:
         stack = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
-        number = node.meta.get("seq_nr")
         if stack:
             root, last = readable(stack[0]), readable(stack[-1])
             found[node] = last.removeprefix(root).removeprefix(".") or type_of(node)
-            by_number.setdefault(number, found[node])
-        elif node.meta.get("autograd_backward") and number in by_number:
-            found[node] = by_number[number]
+        elif node.meta.get("autograd_backward"):
+            sources = [s for s in node.all_input_nodes if s in found]
+            forward = [s for s in sources if not s.meta.get("autograd_backward")]
+            for source in (forward or sources)[-1:]:
+                found[node] = found[source]
     return found
 
 
