@@ -11,7 +11,7 @@ from gradsync_fx.captured import CapturedStep
 from gradsync_fx.errors import WindowError
 from gradsync_fx.observed import has_hooks
 from gradsync_fx.options import Options
-from gradsync_fx.planning import accumulator_dtype
+from gradsync_fx.planning import accumulator_dtype, part_of
 from gradsync_fx.state import check_fits, foreign_state
 
 
@@ -36,7 +36,6 @@ class Accumulators:
         for leaf in captured.regions.leaves:
             name = captured.capture.step.leaves[leaf].name
             parameter = captured.capture.step.leaves[leaf].parameter
-            self._part_of[name] = captured.plan.part_of_leaf[leaf]
             self._make(name, parameter, options)
         for name in list(self.restored):
             if name not in captured.capture.parameters:
@@ -47,7 +46,7 @@ class Accumulators:
         if name not in self.sums:
             dtype = accumulator_dtype(parameter, options)
             self.sums[name] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-            self.parameters[name] = parameter
+            self.parameters[name], self._part_of[name] = parameter, part_of(parameter, options)
         if name in self.restored:
             value = self.restored.pop(name)
             check_fits(name, self.sums[name], value)

@@ -26,6 +26,11 @@ State = dict[str, Any]
 REAL = (torch.Tensor, torch.nn.Parameter)
 
 
+def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """All parameters, in the order of their groups: positions in an update count along this list."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def plain_step(optimizer: Optimizer) -> Any:
     """The class's `step` without the profiler and hook wrapper that `Optimizer.__init__` puts round it."""
     step = type(optimizer).step
@@ -46,7 +51,7 @@ def initial_state(optimizer: Optimizer, which: list[int]) -> dict[int, State] | 
 
     None when no guess could be proved. Nothing of the optimizer changes.
     """
-    flat = [p for group in optimizer.param_groups for p in group["params"]]
+    flat = parameters_of(optimizer)
     missing = [i for i in which if not optimizer.state.get(flat[i])]
     if not missing:
         return {}

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradsync_fx.capture import Capture
 from gradsync_fx.errors import CaptureError, OptionError
 from gradsync_fx.ops import LEAF_GRAD, argument, user_line
+from gradsync_fx.optimizer_state import parameters_of
 from gradsync_fx.options import Options
 from gradsync_fx.plan import Bucket, Reduction
 from gradsync_fx.regions import Regions
@@ -92,21 +93,26 @@ def _wire(ddp: DistributedDataParallel) -> torch.dtype | None:
     return None
 
 
+def part_of(parameter: torch.Tensor, options: Options) -> int:
+    """The part of the window that a parameter belongs to: by its optimizer, where k is a mapping; -1 for none."""
+    steps = options.gradient_accumulation_steps
+    if not isinstance(steps, Mapping):
+        return 0
+    owners = (part for part, o in enumerate(steps) if any(p is parameter for p in parameters_of(o)))
+    return next(owners, -1)
+
+
 def find_parts(
     capture: Capture, regions: Regions, options: Options
 ) -> tuple[dict[int, int], dict[Node, int]]:
-    """The part of the window that each leaf and each update belongs to: by the optimizer, where k is a mapping."""
+    """The part that each leaf and each update belongs to. Raises where k is a mapping that does not say it."""
     steps = options.gradient_accumulation_steps
     if not isinstance(steps, Mapping):
         return dict.fromkeys(regions.leaves, 0), dict.fromkeys(regions.updates, 0)
     number = {id(optimizer): part for part, optimizer in enumerate(steps)}
-    owner: dict[int, int] = {}
-    for optimizer, part in zip(steps, range(len(steps)), strict=True):
-        for group in optimizer.param_groups:
-            owner.update({id(p): part for p in group["params"]})
     leaves: dict[int, int] = {}
     for leaf in regions.leaves:
-        part = owner.get(id(capture.step.leaves[leaf].parameter), -1)
+        part = part_of(capture.step.leaves[leaf].parameter, options)
         if part < 0:
             raise _unmapped(
                 f"parameter {capture.step.leaves[leaf].name!r}", "none of them holds it"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradsync_fx import StateError
 from tests.drive import plain_step, quick
@@ -103,3 +104,33 @@ def test_a_state_without_an_open_window_fits_another_k() -> None:
     other = quick(plain_step, 2)
     other.load_state_dict(run.state_dict())
     assert (other.micro_step, other.optimizer_step) == (4, 1)
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_window_of_two_branches_goes_on_where_only_one_was_seen(prepared: bool) -> None:
+    """Stopped with a term in each head; the next call is of the first head, and closes the window."""
+
+    def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, i: int) -> Tensor:
+        loss = nn.functional.mse_loss(model[i](x), y)  # type: ignore[index]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    model = nn.ModuleList([nn.Linear(8, 1), nn.Linear(8, 1)])
+    other = copy.deepcopy(model)
+    optimizer, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other))
+    (data,) = regression(1, 3)
+    first, second = quick(step, 3), quick(step, 3)
+    first(model, optimizer, *data[0], 0)
+    first(model, optimizer, *data[1], 1)
+    if prepared:
+        second.prepare(model, optimizer, *data[0], 0)
+    second.load_state_dict(first.state_dict())
+    second(model, optimizer, *data[2], 0)
+    assert (second.optimizer_step, second.pending) == (1, 0)
+    for (x, y), i in zip(data, (0, 1, 0), strict=True):
+        (nn.functional.mse_loss(other[i](x), y) / 3).backward()
+    theirs.step()
+    for mine, its in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, its, atol=1e-6, rtol=0)
