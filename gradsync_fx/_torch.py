@@ -87,6 +87,8 @@ except ImportError as missing:
         fix="install a tested torch, or a release of gradsync_fx that knows this one",
     ) from missing
 
+FAKE_TENSOR_LOG = "torch._subclasses.fake_tensor"
+
 # Renamed in 2.13; the old name warns there.
 all_gather_single = (
     getattr(torch.distributed, "all_gather_single", None)
@@ -99,6 +101,7 @@ __all__ = [
     "ConstantSource",
     "ConstantVariable",
     "DimDynamic",
+    "FAKE_TENSOR_LOG",
     "FakeStore",
     "FakeTensor",
     "FakeTensorMode",

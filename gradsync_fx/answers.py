@@ -12,7 +12,7 @@ ddp(x)                  ddp.module(x): the reducer never fires; its duties are t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
@@ -51,6 +51,7 @@ from gradsync_fx.observed import (
     variable_of,
 )
 from gradsync_fx.ops import Role
+from gradsync_fx.optimizer_state import parameters_of
 
 
 class _Call(VariableTracker):
@@ -141,7 +142,7 @@ def _optimizer_step(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]
     which: list[Any] = []
     params: list[Any] = []
     grads: list[Any] = []
-    for i, p in enumerate(q for group in optimizer.param_groups for q in group["params"]):
+    for i, p in enumerate(parameters_of(optimizer)):
         var = variable_of(tx, p)
         grad = None if var is None else pending_grad(tx, var)
         if not is_none(grad):
@@ -187,7 +188,7 @@ def _guard_identity(owner: Any) -> None:
         install_guard(owner.source.make_guard(GuardBuilder.ID_MATCH))
 
 
-def _drop(tx: Any, parameters: Iterator[torch.Tensor]) -> Any:
+def _drop(tx: Any, parameters: Iterable[torch.Tensor]) -> Any:
     for p in parameters:
         var = variable_of(tx, p)
         if var is not None and not is_none(pending_grad(tx, var)):
@@ -196,11 +197,11 @@ def _drop(tx: Any, parameters: Iterator[torch.Tensor]) -> Any:
 
 
 def _optimizer_zero_grad(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    return _drop(tx, (p for group in owner.value.param_groups for p in group["params"]))
+    return _drop(tx, parameters_of(owner.value))
 
 
 def _module_zero_grad(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    return _drop(tx, iter(owner.value.parameters()))
+    return _drop(tx, owner.value.parameters())
 
 
 def _scheduler_step(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:

@@ -41,6 +41,7 @@ from gradsync_fx.errors import (
 from gradsync_fx.interception import intercepting
 from gradsync_fx.observed import HostCall, Observed, observed
 from gradsync_fx.ops import UPDATE, argument
+from gradsync_fx.optimizer_state import parameters_of
 from gradsync_fx.presence import compiling
 from gradsync_fx.program import Kind, Leaf, Slot, Step, writes
 from gradsync_fx.remat import refuse_reentrant, rematerialize, torch_pass_off
@@ -186,7 +187,7 @@ def _capture(
         )
     parameters, buffers = _named_tensors(seen)
     names = {id(t): n for n, t in (*buffers.items(), *parameters.items())}
-    owned = {id(p) for o in seen.optimizers for g in o.param_groups for p in g["params"]}
+    owned = {id(p) for o in seen.optimizers for p in parameters_of(o)}
     slots = []
     for position, (source, real) in enumerate(sources):
         name = names.get(id(real), readable(source))

@@ -16,7 +16,7 @@ from gradsync_fx.capture import Capture
 from gradsync_fx.errors import CaptureError, GradSyncWarning, UpdateError
 from gradsync_fx.journal import Journal
 from gradsync_fx.lowering import Compiled, decompositions, lower
-from gradsync_fx.ops import user_line
+from gradsync_fx.ops import ALL_REDUCE, WAIT, user_line
 from gradsync_fx.options import Options
 from gradsync_fx.passes import build
 from gradsync_fx.passes.update import update_key
@@ -88,6 +88,8 @@ class CapturedStep:
             wire_dtype=self.setting.wire_dtype,
             sync_each_batch=options.sync_each_batch,
         )
+        # All parameters that receive a gradient: every call asks for them.
+        self.names = self.names_of(self.plan.parts)
 
     def _weighing(self) -> Weighing | None:
         weighted, finite = self.options.reduction == "weighted", self.options.skip_nonfinite
@@ -103,13 +105,8 @@ class CapturedStep:
         check_weights(self.capture.step, self.regions)
         return Weighing(weighted, finite, divides=self.options.reduction != "sum")
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Parameters that receive a gradient in this capture."""
-        return self.names_of(self.plan.parts)
-
     def names_of(self, parts: Iterable[int]) -> tuple[str, ...]:
-        """Those of them that belong to these parts of the window."""
+        """Parameters of these parts of the window that receive a gradient in this capture."""
         wanted, leaves = set(parts), self.capture.step.leaves
         return tuple(
             leaves[i].name for i in self.regions.leaves if self.plan.part_of_leaf[i] in wanted
@@ -315,7 +312,6 @@ def _add_reduced(
         return
     sizes = [t.numel() for t in held]
     flat = torch.zeros(sum(sizes), dtype=wire or held[0].dtype, device=held[0].device)
-    total = torch.ops._c10d_functional.all_reduce(flat, op, group)
-    total = torch.ops._c10d_functional.wait_tensor(total)
+    total = WAIT(ALL_REDUCE(flat, op, group))
     for tensor, term in zip(held, total.split(sizes), strict=True):
         tensor.add_(term.view_as(tensor))

@@ -10,6 +10,7 @@ from gradsync_fx.accumulators import Accumulators
 from gradsync_fx.capture import Capture, hook_error
 from gradsync_fx.captured import CapturedStep
 from gradsync_fx.errors import GradSyncWarning, WindowError
+from gradsync_fx.optimizer_state import parameters_of
 from gradsync_fx.options import Options
 from gradsync_fx.regions import check_deferrable
 
@@ -68,10 +69,10 @@ class Catalogue:
 
     def _check_same_objects(self, capture: Capture) -> None:
         for optimizer in capture.optimizers:
-            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            held = set(map(id, parameters_of(optimizer)))
             for other in (o for earlier in self.captures for o in earlier.capture.optimizers):
-                theirs = {id(p) for group in other.param_groups for p in group["params"]}
-                if all(other is not o for o in capture.optimizers) and held & theirs:
+                shared = held.intersection(map(id, parameters_of(other)))
+                if all(other is not o for o in capture.optimizers) and shared:
                     name = f"optimizer {type(optimizer).__name__} (id {id(optimizer):#x})"
                     raise _other(name, "another optimizer object")
         known = self._accumulators.parameters

@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from gradsync_fx.accumulators import Accumulators
 from gradsync_fx.capture import Capture
@@ -26,6 +25,7 @@ from gradsync_fx.catalogue import Catalogue, Found
 from gradsync_fx.errors import GradSyncWarning, WindowError
 from gradsync_fx.module_buffers import ModuleBuffers
 from gradsync_fx.options import Options, check_steps
+from gradsync_fx.presence import in_job
 from gradsync_fx.ranks import (
     ACCUMULATE,
     BOUNDARY,
@@ -282,7 +282,7 @@ class Executor:
         self.sync_gradients = False
         captured = self.catalogue.closer()
         if captured is None:
-            if self.window.pending or (dist.is_available() and dist.is_initialized()):
+            if self.window.pending or in_job() is not None:
                 raise _nothing_captured("flush")
             return
         updated = False

@@ -21,6 +21,7 @@ from gradsync_fx.errors import OptionError, WindowError
 from gradsync_fx.inspection.costs import PRESETS, Hardware, find_hardware
 from gradsync_fx.inspection.report import Report
 from gradsync_fx.options import Options
+from gradsync_fx.presence import in_job
 from gradsync_fx.unallocated import stand_ins
 
 
@@ -54,17 +55,12 @@ def explain(
     options = Options.of({name: v for name, v in kwargs.items() if name in known})
     rest = {name: v for name, v in kwargs.items() if name not in known}
     plain = inspect.unwrap(train_step) if isinstance(train_step, OptimizedStep) else train_step
-    ranks = world_size or _ranks_of_job(options)
+    _, here = in_job(options.process_group) or (0, 1)
+    ranks = world_size or here
     with _ranks_at_hand(ranks), stand_ins(plain, args, rest) as (given, named):
         step = OptimizedStep(plain, options, simulated=ranks)
         step.capture(*given, **named)
         return step.report(hardware)
-
-
-def _ranks_of_job(options: Options) -> int:
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size(options.process_group)
-    return 1
 
 
 @contextmanager
@@ -116,7 +112,7 @@ def calibrate(
 
 def _link(group: ProcessGroup | None) -> tuple[float, float]:
     """Latency and bandwidth from a line through the times of all-reduces: t = 2 (R - 1) (alpha + n / (R beta))."""
-    ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+    _, ranks = in_job(group) or (0, 1)
     if ranks < 2:
         return PRESETS["laptop"].latency, PRESETS["laptop"].bandwidth
     cuda = "nccl" in dist.get_backend(group)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,9 +15,7 @@ from torch.optim import Optimizer
 
 from gradsync_fx._torch import ConstantVariable, GradModeVariable
 from gradsync_fx.errors import CaptureError
-
-
-OWN = os.path.join(os.path.dirname(__file__), "")
+from gradsync_fx.ops import OURS
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +122,7 @@ def observing(demanded: tuple[torch.Tensor, ...]) -> Iterator[Observed]:
 def line_of(tx: Any) -> str:
     """`file:line` of the user's code that is being traced."""
     frame = tx.frame_summary()
-    while frame.filename.startswith(OWN) and getattr(tx, "parent", None) is not None:
+    while frame.filename.startswith(OURS) and getattr(tx, "parent", None) is not None:
         tx = tx.parent
         frame = tx.frame_summary()
     return f"{frame.filename}:{frame.lineno}"

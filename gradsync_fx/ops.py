@@ -123,9 +123,9 @@ def user_line(node: Node) -> str:
     """`file:line` of the user's code that a node stands for, as far as torch recorded it."""
     trace = node.meta.get("stack_trace") or ""
     found = re.findall(r'File "([^"]+)", line (\d+)', trace)
-    outside = [(f, n) for f, n in found if not f.startswith(_NOT_THE_USERS)]
+    outside = [(f, n) for f, n in found if not f.startswith((TORCHS, OURS))]
     file, line = (outside or found or [("unknown place", "0")])[-1]
     return f"{file}:{line}"
 
 
-_NOT_THE_USERS = tuple(os.path.join(os.path.dirname(f), "") for f in (torch.__file__, __file__))
+TORCHS, OURS = (os.path.join(os.path.dirname(f), "") for f in (torch.__file__, __file__))

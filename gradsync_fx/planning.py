@@ -20,6 +20,7 @@ from gradsync_fx.ops import LEAF_GRAD, argument, user_line
 from gradsync_fx.optimizer_state import parameters_of
 from gradsync_fx.options import Options
 from gradsync_fx.plan import Bucket, Reduction
+from gradsync_fx.presence import in_job
 from gradsync_fx.regions import Regions
 
 
@@ -55,7 +56,7 @@ def find_setting(capture: Capture, options: Options, simulated: int | None = Non
     group = options.process_group
     if group is None and ddp is not None:
         group = ddp.process_group
-    if group is None and dist.is_available() and dist.is_initialized():
+    if group is None and in_job() is not None:
         group = dist.group.WORLD
     cap, broadcast = options.bucket_bytes, options.broadcast_buffers
     wire_dtype = options.reduce_dtype

@@ -1,4 +1,4 @@
-"""What ranks write where all can read it: that they compile (others then wait longer), that they gave up waiting."""
+"""Whether there are other ranks, and what ranks write for all to read: that they compile, that they gave up waiting."""
 
 from __future__ import annotations
 
@@ -6,8 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from gradsync_fx._torch import default_store
+
+
+def in_job(group: ProcessGroup | None = None) -> tuple[int, int] | None:
+    """This process' rank and the number of ranks, in a group or in all of the job; None outside of any job."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    return dist.get_rank(group), dist.get_world_size(group)
 
 
 def _key(rank: int) -> str:
@@ -17,10 +25,11 @@ def _key(rank: int) -> str:
 @contextmanager
 def compiling(rank_timeout: float | None) -> Iterator[None]:
     """This rank compiles inside the block. Without a `rank_timeout` nobody asks, and nothing is written."""
-    if rank_timeout is None or not (dist.is_available() and dist.is_initialized()):
+    place = in_job()
+    if rank_timeout is None or place is None:
         yield
         return
-    store, key = default_store(), _key(dist.get_rank())
+    store, key = default_store(), _key(place[0])
     store.set(key, "yes")
     try:
         yield

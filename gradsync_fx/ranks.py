@@ -21,9 +21,6 @@ from gradsync_fx.presence import give_up, someone_compiles, who_gave_up
 
 
 ACCUMULATE, BOUNDARY, FLUSH = 0, 1, 2
-PATIENCE = timedelta(
-    seconds=1
-)  # how often a rank that waits looks whether the others still compile
 
 
 @dataclass(frozen=True, slots=True)

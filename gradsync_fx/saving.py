@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
-
 from gradsync_fx.executor import Executor
+from gradsync_fx.presence import in_job
 from gradsync_fx.state import Saved, check_fits, foreign_state, pack, unpack
 
 
@@ -50,7 +49,4 @@ def _place(executor: Executor) -> tuple[int, int]:
     if executor.captures:
         setting = executor.captures[0].setting
         return setting.rank, setting.world
-    group = executor.options.process_group
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(group), dist.get_world_size(group)
-    return 0, 1
+    return in_job(executor.options.process_group) or (0, 1)

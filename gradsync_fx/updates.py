@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from gradsync_fx.errors import UpdateError
-from gradsync_fx.optimizer_state import State, initial_state
+from gradsync_fx.optimizer_state import State, initial_state, parameters_of
 from gradsync_fx.optimizer_trace import Update, trace_update
 
 
@@ -40,12 +40,9 @@ class Binding:
         self._traces: list[Update] = []
         self._numbers_out: tuple[Any, ...] = ()
 
-    def _parameters(self) -> list[torch.Tensor]:
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
-
     def state(self) -> dict[int, State]:
         """By position: what the optimizer holds, or will hold at its first update."""
-        flat = self._parameters()
+        flat = parameters_of(self.optimizer)
         return {i: self.optimizer.state.get(flat[i]) or self._early.get(i, {}) for i in self.which}
 
     def shares_state(self, other: Binding) -> bool:
@@ -81,7 +78,7 @@ class Binding:
 
     def commit(self, update: Update, created: list[torch.Tensor]) -> None:
         """After the program ran: counters, new state, and what schedulers and hooks look at."""
-        state, flat = self.state(), self._parameters()
+        state, flat = self.state(), parameters_of(self.optimizer)
         for place, value in zip(update.created, created, strict=True):
             self._put(place, value, state)
         for place, value in zip(update.number_out, self._numbers_out, strict=True):

@@ -28,12 +28,15 @@ def plain_step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> 
     return loss
 
 
-def step_of(loss_of: LossOf) -> Callable[..., Tensor]:
-    """`plain_step` with another loss."""
+def step_of(
+    loss_of: LossOf, between: Callable[[nn.Module], object] = lambda model: None
+) -> Callable[..., Tensor]:
+    """`plain_step` with another loss, or with something done to the gradients between backward and update."""
 
     def step(model: nn.Module, optimizer: Optimizer, *batch: Tensor) -> Tensor:
         loss = loss_of(model, *batch)
         loss.backward()
+        between(model)
         optimizer.step()
         optimizer.zero_grad()
         return loss

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tests.drive import drive, quick
+from tests.drive import drive, quick, step_of
 from tests.models import Lin, mlp
 from tests.optimizers import sgd
 from tests.reference import (
@@ -41,17 +41,9 @@ def clip_value(model: nn.Module) -> object:
 
 @pytest.mark.parametrize("clip", [clip_norm, clip_norm_foreach, clip_value])
 def test_clipping_is_of_the_window(clip: Callable[[nn.Module], object]) -> None:
-    def clipped(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
-        loss = mse(model, x, y)
-        loss.backward()
-        clip(model)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
     ours, eager, free = twins(mlp(), 3)
     data = regression(5, 3)
-    mine = drive(quick(clipped, 3), ours, sgd(ours), data)
+    mine = drive(quick(step_of(mse, clip), 3), ours, sgd(ours), data)
     assert_same(mine, accumulation(eager, sgd(eager), data, before=lambda: clip(eager)), atol=1e-6)
     unclipped = accumulation(free, sgd(free), data).updates[0]["0.weight"]
     assert not torch.allclose(mine.updates[0]["0.weight"], unclipped, atol=1e-4)

@@ -22,6 +22,7 @@ from types import ModuleType
 from typing import Any
 
 import gradsync_fx
+from gradsync_fx._torch import FAKE_TENSOR_LOG
 from gradsync_fx.commands.problems import RAISED, REFUSED, USAGE, Problem
 from gradsync_fx.errors import GradSyncError, OptionError
 from gradsync_fx.inspection.costs import Hardware
@@ -174,7 +175,7 @@ def _call(target: Target, factory: Callable[..., Any]) -> tuple[Any, tuple[Any, 
 def _explain(request: Request, step: Any, args: tuple[Any, ...], kwargs: Any) -> Report:
     line = _line(step) or str(request.target)
     # It logs a traceback of its own before the error that says the same in a line.
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger = logging.getLogger(FAKE_TENSOR_LOG)
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:

@@ -25,6 +25,7 @@ from gradsync_fx.inspection.data import (
 from gradsync_fx.inspection.flops import load_of
 from gradsync_fx.inspection.remarks import remarks
 from gradsync_fx.inspection.report import Report
+from gradsync_fx.optimizer_state import parameters_of
 from gradsync_fx.options import Options
 from gradsync_fx.plan import Bucket
 from gradsync_fx.program import Kind, Program
@@ -257,12 +258,7 @@ def _scale(captured: CapturedStep, options: Options) -> Scale:
 
 
 def _parameters(captured: CapturedStep) -> tuple[Parameter, ...]:
-    owner = {
-        id(p): type(o).__name__
-        for o in captured.capture.optimizers
-        for group in o.param_groups
-        for p in group["params"]
-    }
+    owner = {id(p): type(o).__name__ for o in captured.capture.optimizers for p in parameters_of(o)}
     sums = captured.plan.accumulators
     return tuple(
         Parameter(

@@ -7,11 +7,9 @@ The add stands right behind the node that makes the gradient, so that the gradie
 
 from __future__ import annotations
 
-import torch
-
 from gradsync_fx.draft import Draft
 from gradsync_fx.ops import Role, argument
-from gradsync_fx.passes.sums import accumulator, add_to_accumulator
+from gradsync_fx.passes.sums import accumulator, add_to_accumulator, filled
 from gradsync_fx.passes.weigh import (
     gradients_of,
     reduce_all,
@@ -68,14 +66,7 @@ def drop_boundary_effects(draft: Draft, plan: Plan) -> None:
         value = outputs[i].meta["val"]
         fill = float("nan") if value.dtype.is_floating_point else 0
         with draft.graph.inserting_before(end):
-            outputs[i] = draft.call(
-                torch.ops.aten.full.default,
-                list(value.shape),
-                fill,
-                dtype=value.dtype,
-                device=value.device,
-                pin_memory=False,
-            )
+            outputs[i] = filled(draft, fill, value, value.shape)
     draft.set_outputs(outputs)
 
 

@@ -1,6 +1,8 @@
-"""What every pass that touches a running sum shares: its input, the add, the cast."""
+"""What every pass that touches a running sum shares: its input, the add, the cast, the reset."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch.fx import Node
@@ -32,17 +34,22 @@ def add_to_accumulator(draft: Draft, plan: Plan, leaf: int, gradient: Node) -> N
         )
 
 
+def filled(draft: Draft, value: float, form: torch.Tensor, shape: Sequence[int] = ()) -> Node:
+    """A constant in the dtype and on the device of `form`; without dimensions, unless a shape is given."""
+    return draft.call(
+        torch.ops.aten.full.default,
+        list(shape),
+        value,
+        dtype=form.dtype,
+        device=form.device,
+        pin_memory=False,
+    )
+
+
 def reset(draft: Draft, holder: Node) -> None:
     """An accumulator, or a running weight, becomes zero at the end of the program."""
     (end,) = draft.graph.find_nodes(op="output")
     form = holder.meta["val"]
     with draft.graph.inserting_before(end):
-        zeros = draft.call(
-            torch.ops.aten.full.default,
-            list(form.shape),
-            0.0,
-            dtype=form.dtype,
-            device=form.device,
-            pin_memory=False,
-        )
+        zeros = filled(draft, 0.0, form, form.shape)
     draft.write(holder, zeros)

@@ -18,7 +18,7 @@ from torch.fx import Node
 from gradsync_fx.draft import Draft
 from gradsync_fx.ops import Role, argument
 from gradsync_fx.passes.bucket import reduce_bucket
-from gradsync_fx.passes.sums import cast
+from gradsync_fx.passes.sums import cast, filled
 from gradsync_fx.plan import Bucket, Plan, Reduction
 from gradsync_fx.program import Kind, Slot
 
@@ -35,7 +35,7 @@ def weigh_terms(draft: Draft, plan: Plan) -> None:
     finite = _all_finite(draft, markers, weight) if plan.weighing.finite else None
     if finite is not None:
         with draft.after(finite, weight):
-            zero = _constant(draft, 0.0, weight)
+            zero = filled(draft, 0.0, weight.meta["val"])
             weight = draft.call(_aten.where.self, finite, weight, zero)
     for marker in markers:
         leaf = plan.step.leaves[argument(marker, 1)]
@@ -46,7 +46,8 @@ def weigh_terms(draft: Draft, plan: Plan) -> None:
             if plan.weighing.weighted:
                 term = draft.call(_aten.mul.Tensor, term, weight)
             if finite is not None:
-                term = draft.call(_aten.where.self, finite, term, _constant(draft, 0.0, term))
+                zero = filled(draft, 0.0, term.meta["val"])
+                term = draft.call(_aten.where.self, finite, term, zero)
         marker.update_arg(0, term)
     draft.notes[Role.WEIGHT, 0] = [weight]
     draft.sort()  # a weight may be said, and a last loss computed, behind the first gradients
@@ -59,9 +60,7 @@ def _weight(draft: Draft, plan: Plan) -> Node:
     noted = draft.note(Role.WEIGHT) if plan.weighing.weighted else None
     if noted is None:
         with draft.at_start():
-            return draft.call(
-                _aten.full.default, [], 1.0, dtype=form.dtype, device=form.device, pin_memory=False
-            )
+            return filled(draft, 1.0, form)
     with draft.after(noted):
         scalar = draft.call(_aten.reshape.default, noted, [])
         if noted.meta["val"].device != form.device:
@@ -83,13 +82,6 @@ def _all_finite(draft: Draft, markers: list[Node], weight: Node) -> Node:
         for part in parts[1:]:
             total = draft.call(_aten.add.Tensor, total, part)
         return draft.call(_aten.eq.Scalar, total, 0.0)
-
-
-def _constant(draft: Draft, value: float, like: Node) -> Node:
-    form = like.meta["val"]
-    return draft.call(
-        _aten.full.default, [], value, dtype=form.dtype, device=form.device, pin_memory=False
-    )
 
 
 def gradients_of(draft: Draft, plan: Plan, buckets: Iterable[Bucket]) -> dict[Bucket, list[Node]]:

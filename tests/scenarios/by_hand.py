@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tests.counting import counted
-from tests.drive import drive, plain_step, quick
+from tests.drive import drive, plain_step, quick, step_of
 from tests.models import mlp
 from tests.optimizers import sgd
 from tests.reference import accumulation, joined, mse, twins
@@ -76,19 +76,9 @@ HAND: dict[str, Callable[[nn.Module], None]] = {
 
 def gradients(rank: int, how: str, k: int) -> dict[str, Any]:
     """A hand-written reduction, eager accumulation that does the same once for each window, and the joined batch."""
-    reduce = HAND[how]
-
-    def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
-        loss = mse(model, x, y)
-        loss.backward()
-        reduce(model)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
     ours, eager, whole = twins(mlp(), 3)
     data = [data_of(r, 5, k) for r in range(WORLD)]
-    run = quick(step, k)
+    run = quick(step_of(mse, HAND[how]), k)
     optimizer = sgd(ours)
     with counted() as first:
         mine = drive(run, ours, optimizer, data[rank][:1])
