@@ -1,6 +1,7 @@
 """Gradient accumulation under data parallelism, in the compiler: a plain train step in, two programs out."""
 
 from gradsync_fx.api import OptimizedStep, optimize
+from gradsync_fx.backend import window
 from gradsync_fx.controls import micro_batch_weight
 from gradsync_fx.diagnose import diagnose
 from gradsync_fx.errors import (
@@ -47,4 +48,5 @@ __all__ = [
     "explain",
     "micro_batch_weight",
     "optimize",
+    "window",
 ]

@@ -39,21 +39,34 @@ def check_version(version: tuple[int, int] | None = None) -> None:
 check_version()
 
 try:
+    from torch import _dynamo as dynamo
     from torch._dynamo import config as dynamo_config
     from torch._dynamo import optimize as dynamo_optimize
+    from torch._dynamo.backends.registry import _BACKENDS as dynamo_backends
+    from torch._dynamo.backends.registry import _COMPILER_FNS as dynamo_compilers
     from torch._dynamo.backends.registry import lookup_backend
-    from torch._dynamo.exc import TorchDynamoException
+    from torch._dynamo.exc import TorchDynamoException, Unsupported
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import ConstantSource
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
     from torch._dynamo.utils import counters as dynamo_counters
+    from torch._dynamo.variables import builder as dynamo_builder
     from torch._dynamo.variables.base import VariableTracker
     from torch._dynamo.variables.constant import ConstantVariable
     from torch._dynamo.variables.ctx_manager import GradModeVariable, NullContextVariable
+    from torch._dynamo.variables.dicts import ConstDictVariable
+    from torch._dynamo.variables.lazy import LazyVariableTracker
     from torch._dynamo.variables.lists import TupleVariable
+    from torch._dynamo.variables.misc import (
+        DebuggingVariable,
+        LoggingLoggerVariable,
+        StringFormatVariable,
+    )
     from torch._dynamo.variables.optimizer import OptimizerVariable
     from torch._dynamo.variables.tensor import TensorVariable
     from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
     from torch._functorch import config as functorch_config
+    from torch._functorch._aot_autograd import graph_compile as aot_graphs
     from torch._functorch.aot_autograd import aot_module_simplified
     from torch._guards import TracingContext, detect_fake_mode, tracing
     from torch._inductor import config as inductor_config
@@ -61,7 +74,7 @@ try:
     from torch._inductor.compile_fx import (
         _recursive_joint_graph_passes as inductor_joint_passes,
     )
-    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.pattern_matcher import stable_topological_sort
@@ -96,6 +109,19 @@ all_gather_single = (
 )
 
 __all__ = [
+    "aot_graphs",
+    "dynamo_builder",
+    "compile_fx",
+    "dynamo",
+    "dynamo_backends",
+    "dynamo_compilers",
+    "StringFormatVariable",
+    "LazyVariableTracker",
+    "Unsupported",
+    "LoggingLoggerVariable",
+    "InstructionTranslatorBase",
+    "DebuggingVariable",
+    "ConstDictVariable",
     "BatchNorm",
     "all_gather_single",
     "ConstantSource",

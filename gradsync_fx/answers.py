@@ -31,9 +31,11 @@ from gradsync_fx._torch import (
     TupleVariable,
     UserDefinedObjectVariable,
     VariableTracker,
+    dynamo_builder,
     install_guard,
 )
 from gradsync_fx.controls import TRACED
+from gradsync_fx.later import check_appended
 from gradsync_fx.observed import (
     HostCall,
     NoSync,
@@ -62,6 +64,7 @@ class _Call(VariableTracker):
         self.owner, self.answer = owner, answer
 
     def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
+        observed().answered += 1
         return self.answer(tx, self.owner, list(args), dict(kwargs))
 
 
@@ -94,6 +97,7 @@ def backward(
     else:
         wanted = chain(tx.output.leaf_var_creation_order, tx.output.input_source_to_var.values())
     seen = observed().in_graph(tx.output)
+    seen.answered += 1
     for entered in seen.no_syncs:
         entered.late = entered.late or entered.before == seen.forwards
     leaves = self._collect_backward_inputs(wanted)
@@ -275,6 +279,7 @@ def _no_sync(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> An
 
 def _end(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Drops what is left in `.grad`; notes it first where calls without an update belong to a window."""
+    check_appended(tx)
     for optimizer in observed().optimizers:
         _check_groups(tx, optimizer)
     _, keep = (a.as_python_constant() for a in args)  # the demand becomes a guard by being read
@@ -293,6 +298,12 @@ def ddp_forward(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any
     return self.module(*args, **kwargs)
 
 
+def stays_constant(value: Any, source: Any) -> bool:
+    """`is_int_specialization_case` while a step is traced: torch adds integers of globals, counters among them."""
+    return source.guard_source.is_local() and _plain_stays_constant(value, source)
+
+
+_plain_stays_constant: Any = vars(dynamo_builder)["is_int_specialization_case"]
 _ANSWERS: list[tuple[type, tuple[str, ...], Callable[..., Any]]] = [
     (Optimizer, ("step",), _optimizer_step),
     (Optimizer, ("zero_grad",), _optimizer_zero_grad),

@@ -39,8 +39,8 @@ from gradsync_fx.errors import (
     NoOptimizerError,
 )
 from gradsync_fx.interception import intercepting
-from gradsync_fx.observed import HostCall, Observed, observed
-from gradsync_fx.ops import UPDATE, argument
+from gradsync_fx.observed import CallSite, HostCall, Observed, observed, readable
+from gradsync_fx.ops import OURS, TORCHS, UPDATE, argument
 from gradsync_fx.optimizer_state import parameters_of
 from gradsync_fx.presence import compiling
 from gradsync_fx.program import Kind, Leaf, Slot, Step, writes
@@ -62,6 +62,7 @@ class Capture:
     weighed: bool
     no_syncs: tuple[tuple[str, bool], ...]
     batch_norms: tuple[str, ...]
+    moved: tuple[str, ...]
 
 
 _serial = itertools.count()
@@ -97,16 +98,18 @@ def traced(
         return _functional(module, inputs, on_capture, decompositions, manual)
 
     context: Any = dynamo_optimize(backend=compile_graph, nopython=True, dynamic=dynamic)
-    context.callback._torchdynamo_orig_backend = _Scoped(
-        context.callback._torchdynamo_orig_backend, asked, rank_timeout
-    )
+    scoped = _Scoped(context.callback._torchdynamo_orig_backend, asked, rank_timeout)
+    context.callback._torchdynamo_orig_backend = scoped
     run = context(whole_step)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return run(*args, **kwargs)[0]
-        except TorchDynamoException as failure:
-            raise _explained(failure, function) from failure
+        while True:
+            try:
+                return run(*args, **kwargs)[0]
+            except TorchDynamoException as failure:
+                # Nothing of the step has run: the trace starts over, with one call more behind the program.
+                if not scoped.try_again():
+                    raise explained(failure, function) from failure
 
     return call
 
@@ -118,15 +121,32 @@ class _Scoped:
         self._callback, self._demand, self._rank_timeout = callback, demand, rank_timeout
         # Dynamo's C code walks this chain while frames are intercepted: a plain attribute, no Python code may run.
         self._torchdynamo_orig_backend = callback._torchdynamo_orig_backend
+        self._behind: frozenset[CallSite] = frozenset()
+        self._read_lists: frozenset[int] = frozenset()
+        self._learned = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with compiling(self._rank_timeout), intercepting(self._demand.parameters) as seen:
+        fresh = Observed(self._demand.parameters, self._behind, self._read_lists)
+        with compiling(self._rank_timeout), intercepting(fresh) as seen:
             try:
                 return self._callback(*args, **kwargs)
             except Exception:
-                if seen.refusal is not None:
+                self._learned = self._learn(seen)
+                if seen.refusal is not None and not self._learned:
                     raise seen.refusal from None
                 raise
+
+    def _learn(self, seen: Observed) -> bool:
+        before = self._behind, self._read_lists
+        self._read_lists = seen.read_lists
+        if seen.could_wait is not None:
+            self._behind |= {seen.could_wait}
+        return before != (self._behind, self._read_lists)
+
+    def try_again(self) -> bool:
+        """Whether the trace that failed last would fare better now: it stopped at a call that can wait (later.py)."""
+        learned, self._learned = self._learned, False
+        return learned
 
 
 def _functional(
@@ -218,6 +238,7 @@ def _capture(
         weighed=bool(seen.weights),
         no_syncs=tuple((n.line, not n.late) for n in seen.no_syncs),
         batch_norms=_batch_norms(seen),
+        moved=tuple(seen.moved),
     )
 
 
@@ -256,13 +277,6 @@ def _batch_norms(seen: Observed) -> tuple[str, ...]:
 
 def _has_inner_ddp(module: nn.Module) -> bool:
     return any(isinstance(m, DistributedDataParallel) for m in module.modules())
-
-
-def readable(source: str) -> str:
-    """`L['self'].net` -> `net`: a name for people from Dynamo's expression for a value."""
-    inner = re.sub(r"^[LG]\b|^__import_\w+(?=\.)", "", source)
-    words = re.findall(r"[A-Za-z_][A-Za-z0-9_]*|\d+", inner)
-    return ".".join(w for w in words if w not in ("_modules", "_parameters", "_buffers")) or source
 
 
 def _check(step: Step, seen: Observed, parameters: dict[str, torch.Tensor], manual: bool) -> None:
@@ -312,33 +326,38 @@ def _written(step: Step) -> list[int]:
     return [order[argument(w, 0)] for w in writes(step.module)]
 
 
-def _explained(failure: BaseException, function: Callable[..., Any]) -> GradSyncError:
+def explained(failure: BaseException, function: Callable[..., Any]) -> GradSyncError:
     """The error of ours inside torch's, or torch's reason in our form with the user's line."""
     cause: BaseException | None = failure
     while cause is not None:
         if isinstance(cause, GradSyncError):
             return cause
         cause = getattr(cause, "inner_exception", None) or cause.__cause__
-    text = str(failure)
-    code = getattr(function, "__code__", None)
-    found: list[tuple[str, str]] = re.findall(r'File "([^"]+)", line (\d+)', text)
-    home = torch.__path__[0]
-    own = [f"{file}:{line}" for file, line in found if not file.startswith(home)]
-    where = (
-        own[-1] if own else (f"{code.co_filename}:{code.co_firstlineno}" if code else "the step")
-    )
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    reason = next(
-        (line for line in lines if line.startswith("Explanation")), lines[0] if lines else ""
-    )
-    hint = next((line for line in lines if line.startswith("Hint")), "")
-    raised = next((line for line in lines if "raised exception" in line), "")
-    if raised:
-        reason = f"the step raises: {raised.partition('raised exception')[2].strip()}"
+    lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
+    said = {
+        key: next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), "")
+        for key in ("Explanation", "Hint")
+    }
+    seen = lines[0] if lines else type(failure).__name__
+    raised = next((line.partition("raised exception")[2] for line in lines if _RAISED in line), "")
+    reason = f"the step raises: {raised.strip()}" if raised else said["Explanation"]
+    empty = ("file an issue", "Your code may result in an error")
+    hint = "" if any(text in said["Hint"] for text in empty) else said["Hint"].rstrip(".")
     return CaptureError(
-        f"graph break at {where}",
-        seen=(lines[0] if lines else type(failure).__name__)
-        + (f" ({reason})" if reason not in lines[:1] else ""),
+        f"graph break at {_user_place(str(failure), function)}",
+        seen=f"{seen} ({reason})" if reason and reason != seen else seen,
         wanted="a step that is traced whole",
-        fix=hint.removeprefix("Hint: ") or "move this out of the step",
+        fix=f'{hint or "move this out of the step"}; or pass on_unsupported="eager": the same window, without the '
+        "graph rewrite",
     )
+
+
+_RAISED = "raised exception"
+
+
+def _user_place(text: str, function: Callable[..., Any]) -> str:
+    """The last line of the user's own that torch's report of a failed trace names."""
+    found: list[tuple[str, str]] = re.findall(r'File "([^"]+)", line (\d+)', text)
+    own = [f"{file}:{line}" for file, line in found if not file.startswith((TORCHS, OURS))]
+    code = getattr(function, "__code__", None)
+    return own[-1] if own else f"{code.co_filename}:{code.co_firstlineno}" if code else "the step"

@@ -2,39 +2,42 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 from unittest import mock
 
-import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsync_fx import answers
+from gradsync_fx import answers, later
 from gradsync_fx._torch import (
+    DebuggingVariable,
+    InstructionTranslatorBase,
+    LoggingLoggerVariable,
     OptimizerVariable,
     TensorVariable,
     UserDefinedObjectVariable,
+    aot_graphs,
+    dynamo_builder,
     dynamo_config,
 )
 from gradsync_fx.observed import Observed, observing
 
 
 @contextmanager
-def intercepting(demanded: tuple[torch.Tensor, ...] = ()) -> Iterator[Observed]:
-    """Patches Dynamo for one trace; yields what the trace meets. Everything is restored at the end.
-
-    demanded: parameters that receive a gradient in any case, of zeros where the step gives none.
-    """
+def intercepting(fresh: Observed) -> Iterator[Observed]:
+    """Patches Dynamo for one trace, which fills `fresh`. Everything is restored at the end."""
     with ExitStack() as stack:
-        seen = stack.enter_context(observing(demanded))
+        seen = stack.enter_context(observing(fresh))
         stack.enter_context(
             dynamo_config.patch(
                 trace_autograd_ops=True,
                 optimize_ddp=False,
                 recompile_limit=max(64, dynamo_config.recompile_limit),
-                ignore_logging_functions=_logging_functions(),
+                # `loss.item()` is a number that the program gives.
+                capture_scalar_outputs=True,
+                reorderable_logging_functions={print},
+                # A counter, wherever it is kept, is a number of the step from its second value on.
+                allow_unspec_int_on_nn_module=True,
             )
         )
         for owner, name, new in (
@@ -42,13 +45,12 @@ def intercepting(demanded: tuple[torch.Tensor, ...] = ()) -> Iterator[Observed]:
             (OptimizerVariable, "var_getattr", answers.var_getattr),
             (TensorVariable, "method_backward", answers.backward),
             (DistributedDataParallel, "forward", answers.ddp_forward),
+            (InstructionTranslatorBase, "call_function", later.call_function),
+            (InstructionTranslatorBase, "_load_attr", later.load_attribute),
+            (dynamo_builder, "is_int_specialization_case", answers.stays_constant),
+            (aot_graphs, "_apply_tensorify_python_scalars", later.keep_numbers),
+            (DebuggingVariable, "call_function", later.debugging_call),
+            (LoggingLoggerVariable, "call_method", later.logger_call),
         ):
             stack.enter_context(mock.patch.object(owner, name, new))
         yield seen
-
-
-def _logging_functions() -> set[Any]:
-    """Loggers' methods: dropped from the trace, so that a model's `logger.warning` breaks nothing."""
-    names = ("debug", "info", "warning", "warning_once", "error", "log")
-    found = {getattr(logging.Logger, n, None) for n in names} - {None}
-    return set(dynamo_config.ignore_logging_functions) | found

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any, NoReturn
 
 import torch
@@ -16,6 +18,9 @@ from torch.optim import Optimizer
 from gradsync_fx._torch import ConstantVariable, GradModeVariable
 from gradsync_fx.errors import CaptureError
 from gradsync_fx.ops import OURS
+
+
+CallSite = tuple[CodeType, int]  # code and offset of the instruction that makes the call
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +47,16 @@ class NoSync:
 
 @dataclass(slots=True)
 class Observed:
-    """What one trace met: modules in the order of first touch, leaves by number, optimizers by handle."""
+    """What one trace met: modules in the order of first touch, leaves by number, optimizers by handle.
+
+    demanded: parameters that receive a gradient in any case. behind: call sites that wait for the program's end, as an
+    earlier trace stopped at them (later.py); could_wait: where this one stopped. read_lists: lists (by id) that are
+    appended to, and read. answered: calls with an answer so far.
+    """
 
     demanded: tuple[torch.Tensor, ...] = ()
+    behind: frozenset[CallSite] = frozenset()
+    read_lists: frozenset[int] = frozenset()
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
     leaves: list[torch.Tensor] = field(default_factory=list)
     optimizers: list[Optimizer] = field(default_factory=list)
@@ -58,6 +70,10 @@ class Observed:
     chain: Any = None
     graph: Any = None
     refusal: CaptureError | None = None
+    moved: list[str] = field(default_factory=list)
+    appended: list[Any] = field(default_factory=list)
+    could_wait: CallSite | None = None
+    answered: int = 0
 
     def leaf_index(self, leaf: torch.Tensor) -> int:
         for i, known in enumerate(self.leaves):
@@ -84,6 +100,8 @@ class Observed:
             self.graph, self.chain, self.weights, self.forwards = graph, None, 0, 0
             self.host_calls.clear()
             self.no_syncs.clear()
+            self.moved.clear()
+            self.appended.clear()
         return self
 
     def roots(self) -> list[tuple[str, nn.Module]]:
@@ -109,10 +127,10 @@ def observed() -> Observed:
 
 
 @contextmanager
-def observing(demanded: tuple[torch.Tensor, ...]) -> Iterator[Observed]:
-    """A fresh `Observed` for one trace; the one before is back at the end."""
+def observing(fresh: Observed) -> Iterator[Observed]:
+    """`fresh` for one trace; the one before is back at the end."""
     before = getattr(_current, "value", None)
-    _current.value = Observed(demanded)
+    _current.value = fresh
     try:
         yield _current.value
     finally:
@@ -128,7 +146,9 @@ def line_of(tx: Any) -> str:
     return f"{frame.filename}:{frame.lineno}"
 
 
-def refuse(tx: Any, culprit: str, *, seen: str, wanted: str, fix: str, where: str = "") -> NoReturn:
+def refuse(
+    tx: Any, culprit: str, *, seen: str, wanted: str = "", fix: str = "", where: str = ""
+) -> NoReturn:
     """Ends the trace. Dynamo would hand on the text only: the error itself is kept for whoever began the trace."""
     where = f"{culprit}, at {where or line_of(tx)}"
     observed().refusal = CaptureError(where, seen=seen, wanted=wanted, fix=fix)
@@ -201,3 +221,10 @@ def no_grad(tx: Any) -> Iterator[None]:
     mode.enter(tx)
     yield
     mode.exit(tx)
+
+
+def readable(source: str) -> str:
+    """`L['self'].net` -> `net`: a name for people from Dynamo's expression for a value."""
+    inner = re.sub(r"^[LG]\b|\b__import_\w+", "", source)
+    words = re.findall(r"[A-Za-z_][A-Za-z0-9_]*|\d+", inner)
+    return ".".join(w for w in words if w not in ("_modules", "_parameters", "_buffers")) or source

@@ -34,6 +34,7 @@ LAYERS = [
         "diagnosis.windows",
         "diagnosis.watch",
     ],
+    ["later"],
     [
         "answers",
         "regions",
@@ -64,7 +65,7 @@ LAYERS = [
     ["executor", "inspection.describe"],
     ["saving"],
     ["api"],
-    ["explain"],
+    ["explain", "backend"],
     [""],
     ["commands", "commands.problems"],
     [

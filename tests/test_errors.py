@@ -107,16 +107,6 @@ def test_no_gradient() -> None:
     refused(gradsync_fx.NoGradientError, "the step", quick(step, 2), *arguments())
 
 
-def test_a_print() -> None:
-    def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> None:
-        loss = mse(model, x, y)
-        print(loss.item())
-        loss.backward()
-        optimizer.step()
-
-    refused(gradsync_fx.CaptureError, line(step, 2), quick(step, 2), *arguments())
-
-
 def test_a_condition_on_the_loss() -> None:
     def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> None:
         loss = mse(model, x, y)

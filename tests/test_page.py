@@ -62,6 +62,7 @@ def report() -> dict[str, Any]:
     )
     data["warnings"] = [f"the loss is divided by 4 at {HOSTILE_LINE}", HOSTILE]
     data["refusals"] = ["declined & <b>kept</b>"]
+    data["moved"] = ["print <b>moved</b>"]
     data["unused_parameters"] = ["spare.weight"]
     data["kept"] = [
         {
@@ -173,7 +174,13 @@ def test_numbers_are_those_of_the_report(page: Page, report: dict[str, Any]) -> 
     }
     for selector, expected in rows.items():
         assert page.number(f"{selector} tbody tr") == len(expected), selector
-    notes = [*report["warnings"], *report["refusals"], *report["kept"], "unused parameters"]
+    notes = [
+        *report["warnings"],
+        *report["moved"],
+        *report["refusals"],
+        *report["kept"],
+        "unused parameters",
+    ]
     assert page.number("#notes .note") == len(notes)
     assert page.number(".curve circle.dot") == len(report["predicted"]["speedup"])
     assert f"{len(report['graph'])} nodes" in page.text(".panel")

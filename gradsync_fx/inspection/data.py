@@ -105,7 +105,10 @@ class GraphNode:
 
 @dataclass(frozen=True, slots=True)
 class ReportData:
-    """What a step does and what the rewrite changed. See the module's text for the units."""
+    """What a step does and what the rewrite changed. See the module's text for the units.
+
+    moved: calls of the step that run behind the program, or that were dropped.
+    """
 
     step: str
     line: str
@@ -119,6 +122,7 @@ class ReportData:
     collectives: tuple[Collective, ...]
     kept: tuple[Kept, ...]
     refusals: tuple[str, ...]
+    moved: tuple[str, ...]
     scale: Scale
     warnings: tuple[str, ...]
     unused_parameters: tuple[str, ...]

@@ -9,7 +9,6 @@ import torch
 from torch.fx import Node
 
 from gradsync_fx import ops
-from gradsync_fx.capture import readable
 from gradsync_fx.captured import NONE, CapturedStep
 from gradsync_fx.errors import WindowError
 from gradsync_fx.inspection.costs import Hardware, predict
@@ -25,6 +24,7 @@ from gradsync_fx.inspection.data import (
 from gradsync_fx.inspection.flops import load_of
 from gradsync_fx.inspection.remarks import remarks
 from gradsync_fx.inspection.report import Report
+from gradsync_fx.observed import readable
 from gradsync_fx.optimizer_state import parameters_of
 from gradsync_fx.options import Options
 from gradsync_fx.plan import Bucket
@@ -80,6 +80,7 @@ def describe(
         collectives=collectives,
         kept=_kept(captured),
         refusals=_refusals(captured),
+        moved=tuple(dict.fromkeys(m for c in captures for m in c.capture.moved)),
         scale=_scale(captured, options),
         warnings=remarks(captures, options),
         unused_parameters=tuple(

@@ -39,6 +39,8 @@ def to_tables(report: ReportData) -> RenderableType:
     ]
     for kept in report.kept:
         parts.append(Text(f"kept: {kept.op} at {kept.line}: {kept.why}"))
+    for moved in report.moved:
+        parts.append(Text(f"moved: {moved}"))
     for refusal in report.refusals:
         parts.append(Text(f"declined: {refusal}"))
     if report.unused_parameters:

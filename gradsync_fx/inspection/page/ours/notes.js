@@ -3,6 +3,7 @@
 function drawNotes(report, showNode) {
   const notes = [
     ...report.warnings.map((text) => note("Warning", "warning", withLines(text))),
+    ...report.moved.map((text) => note("Moved", "declined", withLines(text))),
     ...report.refusals.map((text) => note("Declined", "declined", withLines(text))),
     ...report.kept.map((k) => note("Kept", "kept", [
       el("code", {}, k.op), ...k.line ? [" at ", el("code", {}, k.line)] : [], ": ", k.why, " ",

@@ -1,0 +1,210 @@
+"""Calls in a step that compute nothing for it: they wait until its program has run, with the values that it gives.
+
+print, loggers     at once, wherever they stand
+list.append        at once, on a list from outside that the step does not read: Dynamo guards on what it looks at, and
+                   would trace a step anew for each length of its list of losses
+any other call     when it cannot be traced, nobody uses its result and no gradient flows through its arguments (a
+                   progress bar, a writer, a metric): the trace starts over and puts it behind the program
+clocks             give NaN: a step is one program, and no time passes between two of its lines
+
+A call behind the program runs once per call of the step, in the order of the lines.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from gradsync_fx._torch import (
+    ConstDictVariable,
+    InstructionTranslatorBase,
+    LazyVariableTracker,
+    StringFormatVariable,
+    TensorVariable,
+    TupleVariable,
+    Unsupported,
+    VariableTracker,
+    aot_graphs,
+)
+from gradsync_fx.observed import Observed, const, line_of, observed, readable, refuse
+
+
+_CLOCKS = frozenset(
+    getattr(time, name + unit)
+    for name in ("time", "perf_counter", "monotonic", "process_time", "thread_time")
+    for unit in ("", "_ns")
+)
+
+
+def run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """What Dynamo's code calls after the program: one call that waited."""
+    function(*args, **kwargs)
+
+
+class _Run(VariableTracker):
+    """`run` itself, for Dynamo's code."""
+
+    def reconstruct(self, codegen: Any) -> None:
+        codegen.load_import_from(__name__, run.__name__)
+
+
+def put_behind(tx: Any, function: Any, args: Any, kwargs: Any, name: str) -> Any:
+    """Has Dynamo's code call `function` when the program has run. What it is given carries no gradient."""
+    given = [_detached(tx, a) for a in args]
+    named = {const(key): _detached(tx, value) for key, value in kwargs.items()}
+    call = [function, TupleVariable(given), ConstDictVariable(named)]
+    tx.output.root_tx.debug_locals.append((_Run(), call))
+    observed().in_graph(tx.output).moved.append(f"{name} at {line_of(tx)}: after the program")
+    return const(None)
+
+
+def _detached(tx: Any, value: Any) -> Any:
+    value = value.realize()
+    if isinstance(value, TensorVariable):
+        return value.call_method(tx, "detach", [], {})
+    if isinstance(value, StringFormatVariable):
+        positional = [_detached(tx, v) for v in value.sym_args]
+        named = {key: _detached(tx, v) for key, v in value.sym_kwargs.items()}
+        return StringFormatVariable.create(value.format_string, positional, named)
+    return value
+
+
+def debugging_call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    """`DebuggingVariable.call_function` while a step is traced: print."""
+    return put_behind(tx, self, args, kwargs, self.value.__name__)
+
+
+class _Method(VariableTracker):
+    """A method of an object from outside of the step; whenever it is called, the call waits."""
+
+    def __init__(self, owner: Any, name: str, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.owner, self.name = owner, name
+
+    def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
+        return put_behind(tx, self, args, kwargs, f"{_path(self.owner)}.{self.name}")
+
+    def reconstruct(self, codegen: Any) -> None:
+        codegen(self.owner.source)
+        codegen.extend_output(codegen.create_load_attrs(self.name))
+
+
+def logger_call(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """`LoggingLoggerVariable.call_method` while a step is traced."""
+    if self.source is None:
+        return const(None)
+    return put_behind(tx, _Method(self, name), args, kwargs, f"logger.{name}")
+
+
+def load_attribute(self: Any, name: str) -> None:
+    """`InstructionTranslatorBase._load_attr` while a step is traced."""
+    owner, seen = self.stack[-1], observed()
+    unseen = isinstance(owner, LazyVariableTracker) and not owner.is_realized()
+    items = owner.peek_value() if unseen and name == "append" else None
+    if isinstance(items, list | deque) and id(items) not in seen.read_lists:
+        seen.in_graph(self.output).appended.append(items)
+        self.pop()
+        self.push(_Method(owner, name))
+        return
+    _plain_load_attribute(self, name)
+
+
+def _lists_read(seen: Observed) -> frozenset[int]:
+    """Lists (by id) that the trace appended to as if it did not know them, and met elsewhere in the step."""
+    met = seen.graph.side_effects.id_to_variable if seen.appended else {}
+    return frozenset(id(items) for items in seen.appended if id(items) in met)
+
+
+def check_appended(tx: Any) -> None:
+    """Ends the trace when the step also reads a list that it appends to; the next trace treats it as any other."""
+    if _lists_read(observed()):
+        refuse(tx, "a list of the step", seen="it is appended to, and read")
+
+
+def call_function(self: Any, fn: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
+    """`InstructionTranslatorBase.call_function` while a step is traced: every call of the step comes by here."""
+    seen, fn = observed(), fn.realize()
+    clock: Any = getattr(fn, "value", None)
+    if getattr(clock, "__module__", None) == "time" and clock in _CLOCKS:
+        seen.in_graph(self.output).moved.append(
+            f"time.{clock.__name__} at {line_of(self)}: NaN, as the step is one program; take the time around it"
+        )
+        self.push(const(float("nan")))
+        return
+    site = (self.f_code, self.current_instruction.offset)
+    if site in seen.behind:
+        self.push(put_behind(self, fn, args, kwargs, _name(fn)))
+        return
+    answered = seen.answered
+    try:
+        _plain_call(self, fn, args, kwargs)
+    except Exception as failure:
+        seen.read_lists |= _lists_read(seen)
+        # The outermost such call wins: a part of a progress bar's update is no better than all of it.
+        stopped = isinstance(failure, Unsupported) and seen.answered == answered
+        if stopped and _unused(self) and _may_wait(fn, args, kwargs):
+            seen.could_wait = site
+        raise
+
+
+_plain_call = InstructionTranslatorBase.call_function
+_plain_load_attribute = InstructionTranslatorBase._load_attr
+
+
+def keep_numbers(module: GraphModule) -> None:
+    """`_apply_tensorify_python_scalars` while a step is traced.
+
+    torch turns Python floats into tensors where tensors meet them, and makes constants of all others, with a trace for
+    each value. Floats that meet only each other (the running sum of a loss) can stay what they are.
+    """
+    met = (
+        a.meta.get("val")
+        for node in module.graph.nodes
+        for a in node.all_input_nodes
+        if isinstance(node.meta.get("val"), torch.Tensor) and not _handed_out(node)
+    )
+    if any(isinstance(value, torch.SymFloat) for value in met):
+        _plain_tensorify(module)
+
+
+def _handed_out(node: Node) -> bool:
+    """A number that the program returns, in the tensor that Dynamo has it returned in."""
+    only_output = all(user.op == "output" for user in node.users)
+    return node.target is torch.ops.aten.scalar_tensor.default and only_output
+
+
+_plain_tensorify = aot_graphs._apply_tensorify_python_scalars
+
+
+def _unused(tx: Any) -> bool:
+    return bool(tx.instructions[tx.instruction_pointer].opname == "POP_TOP")
+
+
+def _may_wait(fn: Any, args: list[Any], kwargs: dict[str, Any]) -> bool:
+    owner = getattr(getattr(fn, "obj", fn), "value", None)
+    if isinstance(owner, nn.Module) and any(p.requires_grad for p in owner.parameters()):
+        return False
+    differentiable: list[Any] = []
+
+    def look(value: Any) -> None:
+        if isinstance(value, TensorVariable) and value.requires_grad:
+            differentiable.append(value)
+
+    VariableTracker.visit(look, [args, kwargs])
+    return fn.source is not None and not differentiable
+
+
+def _name(fn: Any) -> str:
+    function = getattr(fn, "fn", None) or getattr(fn, "value", None)
+    name = getattr(function, "__qualname__", None) or getattr(fn, "name", None)
+    return name if isinstance(name, str) else _path(fn)
+
+
+def _path(value: Any) -> str:
+    """What the user calls a value."""
+    return getattr(value.source, "freevar_name", None) or readable(value.source.name)
