@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
 from gradsync_fx.capture import hook_error
 from gradsync_fx.captured import CapturedStep
+from gradsync_fx.eager.step import EagerStep
 from gradsync_fx.errors import WindowError
 from gradsync_fx.observed import has_hooks
 from gradsync_fx.options import Options
@@ -33,14 +34,22 @@ class Accumulators:
 
     def make_room(self, captured: CapturedStep, options: Options) -> None:
         """An accumulator for every leaf of a new capture; saved sums that waited for it come in."""
-        for leaf in captured.regions.leaves:
-            name = captured.capture.step.leaves[leaf].name
-            parameter = captured.capture.step.leaves[leaf].parameter
+        leaves = [captured.capture.step.leaves[leaf] for leaf in captured.regions.leaves]
+        self.make({x.name: x.parameter for x in leaves}, captured.capture.parameters, options)
+
+    def make(
+        self,
+        wanted: Mapping[str, torch.Tensor],
+        known: Mapping[str, torch.Tensor],
+        options: Options,
+    ) -> None:
+        """An accumulator for each of `wanted`, and for each of `known` that a saved sum waits for."""
+        for name, parameter in wanted.items():
             self._make(name, parameter, options)
         for name in list(self.restored):
-            if name not in captured.capture.parameters:
-                raise foreign_state(name, list(captured.capture.parameters))
-            self._make(name, captured.capture.parameters[name], options)
+            if name not in known:
+                raise foreign_state(name, list(known))
+            self._make(name, known[name], options)
 
     def _make(self, name: str, parameter: torch.Tensor, options: Options) -> None:
         if name not in self.sums:
@@ -52,7 +61,9 @@ class Accumulators:
             check_fits(name, self.sums[name], value)
             self.sums[name].copy_(value)
 
-    def replace(self, saved: dict[str, torch.Tensor], captures: list[CapturedStep]) -> None:
+    def replace(
+        self, saved: dict[str, torch.Tensor], captures: Sequence[CapturedStep | EagerStep]
+    ) -> None:
         """Saved sums, which were checked, in place of those here; a parameter that they do not have had no term."""
         for total in self.sums.values():
             total.zero_()
@@ -73,9 +84,9 @@ class Accumulators:
         """Parameters of these parts with a term in the open window."""
         return [name for name in self.in_window if self._part_of[name] in parts]
 
-    def added(self, captured: CapturedStep) -> None:
-        """A micro-step put its terms in."""
-        self.in_window.update(dict.fromkeys(captured.names))
+    def added(self, names: Collection[str]) -> None:
+        """A micro-step put its terms for these parameters in."""
+        self.in_window.update(dict.fromkeys(names))
 
     def closed(self, parts: Collection[int]) -> None:
         """These parts start anew; their sums were reset by the program that closed them."""
@@ -93,7 +104,7 @@ class Accumulators:
             self.weights[part].zero_()
         self.closed(parts)
 
-    def check_trainable(self, captured: CapturedStep, where: str) -> None:
+    def check_trainable(self, captured: CapturedStep | EagerStep, where: str) -> None:
         """Raises `WindowError` when `requires_grad` of a parameter changed since the window opened.
 
         And `CaptureError` for a gradient hook that came after the capture: it would never run.

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from gradsync_fx import ops
+from gradsync_fx import ops, scaling
 from gradsync_fx._torch import (
     GuardBuilder,
     NullContextVariable,
@@ -254,14 +254,8 @@ def _weigh(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
 def _scaler(name: str) -> Callable[..., Any]:
     def answer(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         if owner.value.is_enabled():
-            refuse(
-                tx,
-                f"{type(owner.value).__name__}.{name}",
-                seen="a gradient scaler: its check for infinities decides on the host, in the middle of the update",
-                wanted="a step without GradScaler",
-                fix="train in bfloat16 (torch.autocast(..., dtype=torch.bfloat16)), which needs no scaler; or scale "
-                "the loss by a constant and pass skip_nonfinite=True; GradScaler(enabled=False) may stay",
-            )
+            error = scaling.refused(f"{type(owner.value).__name__}.{name}")
+            refuse(tx, error.culprit, seen=error.seen, wanted=error.wanted, fix=error.fix)
         if name == "scale":
             return args[0]
         if name == "step":

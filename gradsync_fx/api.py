@@ -14,7 +14,14 @@ from gradsync_fx.capture import traced
 from gradsync_fx.captured import CapturedStep
 from gradsync_fx.catalogue import Found
 from gradsync_fx.controls import Demand
-from gradsync_fx.errors import GradSyncWarning
+from gradsync_fx.eager.window import EagerWindow
+from gradsync_fx.errors import (
+    CaptureError,
+    ForeignParameterError,
+    GradSyncWarning,
+    NoGradientError,
+    NoOptimizerError,
+)
 from gradsync_fx.executor import Executor
 from gradsync_fx.inspection.costs import Hardware
 from gradsync_fx.inspection.describe import describe
@@ -56,7 +63,7 @@ class OptimizedStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One micro-step. Returns what the step returns, tensors detached."""
         executor = self._executor
-        first = not executor.captures
+        first = executor.setting is None
         executor.drop_user_gradients()
         result = self._find.call(*args, **kwargs)
         if first:
@@ -67,7 +74,14 @@ class OptimizedStep:
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Captures and compiles for these arguments without running anything."""
-        self._executor.prepare(self._find.capture_of(args, kwargs))
+        try:
+            captured = self._find.capture_of(args, kwargs)
+        except CaptureError as why:
+            self._find.run_eagerly(why)
+            assert self._find.eager is not None
+            self._find.eager.prepare(args, kwargs)
+        else:
+            self._executor.prepare(captured)
 
     @property
     def sync_gradients(self) -> bool:
@@ -159,7 +173,9 @@ class _Finder:
     def __init__(self, train_step: Callable[..., Any], executor: Executor) -> None:
         options = executor.options
         self._executor, self._demand = executor, Demand()
+        self._train_step = train_step
         self._last: tuple[Any, Any] | None = None
+        self.eager: EagerWindow | None = None
         self._groups: dict[int, list[int]] = {}
         self._call = traced(
             train_step,
@@ -172,6 +188,23 @@ class _Finder:
         )
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
+        """One micro-step: captured, or eagerly where that cannot be and the options allow it."""
+        if self.eager is None:
+            try:
+                return self._captured_call(*args, **kwargs)
+            except CaptureError as why:
+                self.run_eagerly(why)
+        assert self.eager is not None
+        return self.eager.run(args, kwargs)
+
+    def run_eagerly(self, why: CaptureError) -> None:
+        """From now on without a capture. Raises `why` where the options forbid that, or eager is no way out."""
+        same = isinstance(why, NoOptimizerError | NoGradientError | ForeignParameterError)
+        if self._executor.options.on_unsupported != "eager" or same:
+            raise why
+        self.eager = EagerWindow(self._train_step, self._executor, why)
+
+    def _captured_call(self, *args: Any, **kwargs: Any) -> Any:
         # Kept while a window is open: closing it may need the step traced anew, with the same arguments.
         self._last = (args, kwargs)
         self._demand.key = self._changed_groups()
@@ -252,6 +285,8 @@ def optimize(train_step: Callable[..., Any] | None = None, **options: Any) -> An
         "every" micro-step, or "never".
     skip_nonfinite (False): a micro-step whose loss or gradients are not finite adds nothing on its rank and does not
         count. Holds all gradients of a micro-step until they were looked at.
+    on_unsupported ("error"): a step that cannot be captured whole: "error" names the line and the way out; "eager" runs
+        the same windows without the graph rewrite, and says so once.
     rank_timeout (None): seconds that a boundary waits for the other ranks before it raises, compilation not counted;
         by default the group's own timeout.
     backend ("inductor"), mode, dynamic, options (None): how programs are lowered, as in `torch.compile`. "aot_eager"

@@ -205,7 +205,7 @@ def _capture(
             wanted="inputs that are not views of one storage, and no tensor subclasses",
             fix="pass tensors that own their storage (tensor.clone())",
         )
-    parameters, buffers = _named_tensors(seen)
+    parameters, buffers = named_tensors(seen)
     names = {id(t): n for n, t in (*buffers.items(), *parameters.items())}
     owned = {id(p) for o in seen.optimizers for p in parameters_of(o)}
     slots = []
@@ -237,7 +237,7 @@ def _capture(
         host_calls=tuple(seen.host_calls),
         weighed=bool(seen.weights),
         no_syncs=tuple((n.line, not n.late) for n in seen.no_syncs),
-        batch_norms=_batch_norms(seen),
+        batch_norms=batch_norms(seen),
         moved=tuple(seen.moved),
     )
 
@@ -246,7 +246,7 @@ def _is_leaf(tensor: torch.Tensor, seen: Observed) -> bool:
     return any(tensor is leaf for leaf in seen.leaves)
 
 
-def _named_tensors(seen: Observed) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def named_tensors(seen: Observed) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Parameters and buffers of the outermost modules met, by the inner module's names (no `module.` of DDP)."""
     parameters: dict[str, torch.Tensor] = {}
     buffers: dict[str, torch.Tensor] = {}
@@ -264,7 +264,7 @@ def _named_tensors(seen: Observed) -> tuple[dict[str, torch.Tensor], dict[str, t
     return parameters, buffers
 
 
-def _batch_norms(seen: Observed) -> tuple[str, ...]:
+def batch_norms(seen: Observed) -> tuple[str, ...]:
     """Names of the BatchNorm layers that train."""
     found = []
     for _, root in seen.roots():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -54,7 +54,7 @@ class CapturedStep:
     ) -> None:
         self.capture, self.options = capture, options
         self.regions = find_regions(capture.step)
-        self.setting: Setting = find_setting(capture, options, simulated)
+        self.setting: Setting = find_setting(capture.ddp, options, simulated)
         self.journal = Journal()
         self.programs: dict[str, Program] = {}
         self.compile_seconds: dict[str, float] = {}
@@ -111,6 +111,15 @@ class CapturedStep:
         return tuple(
             leaves[i].name for i in self.regions.leaves if self.plan.part_of_leaf[i] in wanted
         )
+
+    def layout_for(self, in_window: Collection[str]) -> int:
+        """The layout of the buckets; 0 where the open window holds a gradient that has no place in them."""
+        return self.layout if set(in_window) <= set(self.names) else 0
+
+    @property
+    def weighs(self) -> bool:
+        """Whether the weights of a window are known only when its micro-steps have run."""
+        return self.plan.weighing is not None
 
     @property
     def updates(self) -> bool:

@@ -6,9 +6,12 @@ import warnings
 from collections.abc import Callable, Collection
 from typing import Any
 
+import torch
+
 from gradsync_fx.accumulators import Accumulators
 from gradsync_fx.capture import Capture, hook_error
 from gradsync_fx.captured import CapturedStep
+from gradsync_fx.eager.step import EagerStep, Objects
 from gradsync_fx.errors import GradSyncWarning, WindowError
 from gradsync_fx.optimizer_state import parameters_of
 from gradsync_fx.options import Options
@@ -31,10 +34,16 @@ class Catalogue:
 
     def __init__(self, accumulators: Accumulators, simulated: int | None = None) -> None:
         self.captures: list[CapturedStep] = []
-        self.latest: CapturedStep | None = None
+        self.latest: CapturedStep | EagerStep | None = None
+        self.eager: list[EagerStep] = []
         self.retrace: Retrace = lambda parameters: None
         self._accumulators, self._simulated = accumulators, simulated
         self._by_structure: dict[tuple[Any, ...], CapturedStep] = {}
+
+    @property
+    def steps(self) -> list[CapturedStep | EagerStep]:
+        """All that was captured, and what runs eagerly."""
+        return [*self.captures, *self.eager]
 
     def admit(self, capture: Capture, options: Options) -> tuple[CapturedStep, bool]:
         """The captured step for a capture, and whether it is new.
@@ -67,10 +76,22 @@ class Catalogue:
         self._by_structure[key] = captured
         return captured, True
 
-    def _check_same_objects(self, capture: Capture) -> None:
+    def admit_eager(self, step: EagerStep) -> EagerStep:
+        """The eager step for these objects: an earlier one, or this."""
+        self._check_same_objects(step.capture)
+        for known in self.eager:
+            if known.capture.same_as(step.capture):
+                return known
+        if step.capture.parameters:
+            self._accumulators.place_weights(torch.device("cpu"))
+        self.eager.append(step)
+        return step
+
+    def _check_same_objects(self, capture: Capture | Objects) -> None:
+        earlier = self.steps
         for optimizer in capture.optimizers:
             held = set(map(id, parameters_of(optimizer)))
-            for other in (o for earlier in self.captures for o in earlier.capture.optimizers):
+            for other in (o for known in earlier for o in known.capture.optimizers):
                 shared = held.intersection(map(id, parameters_of(other)))
                 if all(other is not o for o in capture.optimizers) and shared:
                     name = f"optimizer {type(optimizer).__name__} (id {id(optimizer):#x})"
@@ -80,11 +101,11 @@ class Catalogue:
             if name in known and known[name] is not parameter:
                 raise _other(f"parameter {name!r}", "another model object")
 
-    def closer(self) -> CapturedStep | None:
+    def closer(self) -> CapturedStep | EagerStep | None:
         """The latest capture that reaches an update: its tail can close a window without data."""
         if self.latest is not None and self.latest.updates:
             return self.latest
-        return next((c for c in reversed(self.captures) if c.updates), None)
+        return next((c for c in reversed(self.steps) if c.updates), None)
 
     def for_parameters(
         self, captured: CapturedStep, names: Collection[str], parts: Collection[int]

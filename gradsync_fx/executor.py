@@ -22,9 +22,11 @@ from gradsync_fx.accumulators import Accumulators
 from gradsync_fx.capture import Capture
 from gradsync_fx.captured import NONE, CapturedStep, Divisors
 from gradsync_fx.catalogue import Catalogue, Found
+from gradsync_fx.eager.step import EagerStep
 from gradsync_fx.errors import GradSyncWarning, WindowError
 from gradsync_fx.module_buffers import ModuleBuffers
 from gradsync_fx.options import Options, check_steps
+from gradsync_fx.planning import Setting
 from gradsync_fx.presence import in_job
 from gradsync_fx.ranks import (
     ACCUMULATE,
@@ -59,7 +61,7 @@ class Executor:
         self.buffers = ModuleBuffers()
         self.only_find = False
         self.saved: WindowState | None = None
-        self._line = Line(None, None)
+        self._line, self._begun = Line(None, None), False
         self._discards = 0
         self._apart: tuple[CapturedStep, Meeting, list[Any]] | None = None
 
@@ -77,11 +79,16 @@ class Executor:
             "new" if new else "its programs exist",
         )
         if new and len(self.captures) == 1 and not self._simulated:
-            self._line = Line(captured.setting.group, self.options.rank_timeout)
-            if captured.setting.group is not None:
-                check_replicas(self._line, capture.parameters)
-            self.buffers.first(captured)
+            self.begin(captured)
         return lambda args: self.run(captured, args)
+
+    def begin(self, captured: CapturedStep | EagerStep) -> None:
+        """All ranks' first step: from here on they can speak to each other."""
+        self._begun = True
+        self._line = Line(captured.setting.group, self.options.rank_timeout)
+        if captured.setting.group is not None:
+            check_replicas(self._line, captured.capture.parameters)
+        self.buffers.first(captured)
 
     def prepare(self, captured: CapturedStep) -> None:
         """Compiles what calls like this one will run."""
@@ -116,31 +123,33 @@ class Executor:
             raise Found(captured)
         opens = self.window.pending == 0
         if opens or captured is not self.catalogue.latest:
-            self.accumulators.check_trainable(captured, self._next_place())
+            self.accumulators.check_trainable(captured, self.next_place())
         self.catalogue.latest = captured
-        closing = self._closing(captured)
+        closing = self.closing(captured)
         if closing:
             return self._close(captured, BOUNDARY, closing, args)[0]
         after = self.window.called(summed=True)
         if captured.speaks_in_every_call:
-            self._meet(captured, ACCUMULATE, NONE, after, runs=True)
+            self.meet(captured, ACCUMULATE, NONE, after, runs=True)
         self.buffers.before(captured, opens=opens)
         results = captured.micro_step(args, NONE, {})
-        self.accumulators.added(captured)
+        self.accumulators.added(captured.names)
         self.window, self.sync_gradients = after, False
         return results
 
-    def _closing(self, captured: CapturedStep) -> frozenset[int]:
+    def closing(self, captured: CapturedStep | EagerStep) -> frozenset[int]:
+        """The parts that the next call closes."""
         if self.options.manual:
             return self._all_parts if captured.updates else NONE
         return self.window.closing(self.options.steps)
 
-    def _next_place(self) -> str:
+    def next_place(self) -> str:
+        """Where the next call stands, for people."""
         return f"micro-step {self.window.pending + 1}/{max(self.options.steps) or '?'}"
 
-    def _meet(
+    def meet(
         self,
-        captured: CapturedStep,
+        captured: CapturedStep | EagerStep,
         kind: int,
         closing: frozenset[int],
         after: WindowState,
@@ -148,7 +157,6 @@ class Executor:
         runs: bool,
     ) -> Meeting:
         """Tells the other ranks where this one stands, and learns it of them."""
-        covered = set(self.accumulators.in_window) <= set(captured.names)
         meeting = self._line.meet(
             Position(
                 kind=kind,
@@ -157,7 +165,7 @@ class Executor:
                 pending=after.pending,
                 closing=sum(1 << part for part in closing),
                 optimizer_step=self.window.optimizer_step,
-                layout=captured.layout if covered else 0,
+                layout=captured.layout_for(self.accumulators.in_window),
                 discards=self._discards,
                 weights=self._weights(captured, after),
             )
@@ -166,13 +174,14 @@ class Executor:
             check_same_layout(meeting)
         return meeting
 
-    def _weights(self, captured: CapturedStep, after: WindowState) -> tuple[float, ...]:
-        if captured.plan.weighing is None:
+    def _weights(self, captured: CapturedStep | EagerStep, after: WindowState) -> tuple[float, ...]:
+        if not captured.weighs:
             return tuple(float(part.summed) for part in after.parts)
         return tuple(float(weight) for weight in self.accumulators.weights.values())
 
     def _divisors(self, totals: list[float]) -> Divisors:
-        world, summing = self._world, self.options.reduction == "sum"
+        summing = self.options.reduction == "sum"
+        world = self.setting.world if self.setting is not None else 1
         found: Divisors = {}
         for part, total in enumerate(totals):
             found["ranks", part] = float(world) if summing else total
@@ -180,16 +189,22 @@ class Executor:
         return found
 
     @property
-    def _world(self) -> int:
-        return self.captures[0].setting.world
+    def setting(self) -> Setting | None:
+        """The ranks and their group; None before the first step."""
+        steps = self.catalogue.steps
+        return steps[0].setting if steps and self._begun else None
 
     def _close(
-        self, captured: CapturedStep, kind: int, closing: frozenset[int], args: list[Any] | None
+        self,
+        captured: CapturedStep | EagerStep,
+        kind: int,
+        closing: frozenset[int],
+        args: list[Any] | None,
     ) -> tuple[list[Any], Meeting]:
         """Ends the window of the closing parts together with all ranks; see the module's text."""
         runs = args is not None
         after = self.window if kind == FLUSH else self.window.called(summed=runs)
-        meeting = self._meet(captured, kind, closing, after, runs=runs)
+        meeting = self.meet(captured, kind, closing, after, runs=runs)
         if runs:
             self.buffers.before(captured, opens=self.window.pending == 0)
         elif meeting.someone_runs:
@@ -199,7 +214,11 @@ class Executor:
         closing = meeting.closing
         totals = [sum(column) for column in zip(*(p.weights for p in meeting.ranks), strict=True)]
         results: list[Any] = []
-        if meeting.uniform and all(totals[part] > 0 for part in closing):
+        if isinstance(captured, EagerStep):
+            # Its own calls close its windows (eager/window.py): this is an end without data.
+            self.window = after
+            updated = self._close_in_turn(captured, meeting)
+        elif meeting.uniform and all(totals[part] > 0 for part in closing):
             updated, divisors = closing, self._divisors(totals)
             if args is not None:
                 results = captured.micro_step(args, closing, divisors)
@@ -209,12 +228,12 @@ class Executor:
         else:
             if args is not None:
                 results = captured.micro_step(args, NONE, {})
-                self.accumulators.added(captured)
+                self.accumulators.added(captured.names)
             self.window, self._apart = after, (captured, meeting, results)
             if not runs:
                 self.finish()
             return results, meeting
-        self._end_window(captured, meeting, updated)
+        self.end_window(captured, meeting, updated)
         return results, meeting
 
     def finish(self) -> None:
@@ -223,11 +242,12 @@ class Executor:
             return
         (captured, meeting, results), self._apart = self._apart, None
         updated = self._close_apart(captured, meeting, results)
-        self._end_window(captured, meeting, updated)
+        self.end_window(captured, meeting, updated)
 
-    def _end_window(
-        self, captured: CapturedStep, meeting: Meeting, updated: frozenset[int]
+    def end_window(
+        self, captured: CapturedStep | EagerStep, meeting: Meeting, updated: frozenset[int]
     ) -> None:
+        """The closing parts start anew, whether they were updated or had nothing to update with."""
         closing = meeting.closing
         self.accumulators.clear(closing - updated)
         self.accumulators.closed(closing)
@@ -270,12 +290,36 @@ class Executor:
                     results[i].fill_(torch.nan)
         return updated
 
-    def _keep_company(self, captured: CapturedStep) -> None:
+    def _close_in_turn(self, eager: EagerStep, meeting: Meeting) -> frozenset[int]:
+        """The window of an eager step, without data: one optimizer after the other."""
+        numbers = eager.in_turn(meeting.closing)
+        updated = [i for i in numbers if self.settle(eager, i, self.window)]
+        eager.repeat(updated)
+        eager.forget_gradients()
+        return frozenset(eager.part_of_optimizer(i) for i in updated)
+
+    def settle(self, eager: EagerStep, number: int, after: WindowState) -> bool:
+        """Reduces what the ranks' windows hold for one optimizer of an eager step; says whether it is anything.
+
+        after: the window with this call in it.
+        """
+        held, part = eager.held_by(number), eager.part_of_optimizer(number)
+        names = self._line.names([n for n in self.accumulators.in_window if n in held])
+        rows = self._line.gather(self._weights(eager, after))
+        totals = [sum(column) for column in zip(*rows, strict=True)]
+        if not names or totals[part] <= 0:
+            return False
+        known = eager.capture.parameters
+        self.accumulators.make({name: known[name] for name in names}, known, self.options)
+        eager.reduce(names, self._divisors(totals)["ranks", part])
+        return True
+
+    def _keep_company(self, captured: CapturedStep | EagerStep) -> None:
         """Takes part, without data, in the collectives of the other ranks' micro-step."""
         self.buffers.keep_company(captured)
-        if self.options.sync_each_batch:
+        if self.options.sync_each_batch and isinstance(captured, CapturedStep):
             captured.take_part()
-            self.accumulators.added(captured)
+            self.accumulators.added(captured.names)
 
     def flush(self, on_update: Any = None) -> None:
         """Closes the open window with what is summed; keeps ranks that still have data company."""
@@ -308,13 +352,13 @@ class Executor:
                 wanted="a call of the step, or step.flush()",
                 fix="leave the call out on this rank; the mean is over the micro-steps that were made",
             )
-        closing = self._closing(captured)
+        closing = self.closing(captured)
         if closing:
             self._close(captured, BOUNDARY, closing, None)
             return
         after = self.window.called(summed=False)
         if captured.speaks_in_every_call:
-            meeting = self._meet(captured, ACCUMULATE, NONE, after, runs=False)
+            meeting = self.meet(captured, ACCUMULATE, NONE, after, runs=False)
             if meeting.someone_runs:
                 self._keep_company(captured)
         self.window, self.sync_gradients = after, False
@@ -352,6 +396,8 @@ class Executor:
             for captured in self.captures:
                 check_deferrable(captured.capture.step, captured.regions)
         self.options = changed
+        if isinstance(self.catalogue.latest, EagerStep):
+            self.catalogue.latest.options = changed
 
 
 def _nothing_captured(what: str) -> WindowError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from gradsync_fx.captured import CapturedStep
+from gradsync_fx.eager.step import EagerStep
 from gradsync_fx.ranks import broadcast
 
 
@@ -21,7 +22,7 @@ class ModuleBuffers:
         self._restored: dict[str, torch.Tensor] = {}
         self._waiting = False
 
-    def first(self, captured: CapturedStep) -> None:
+    def first(self, captured: CapturedStep | EagerStep) -> None:
         """All ranks make their first capture: the one time that rank 0's buffers come at once."""
         group, buffers = captured.setting.group, captured.capture.buffers
         self._here = buffers if group is not None else {}
@@ -30,7 +31,7 @@ class ModuleBuffers:
         if self._follows(captured):
             self.fetched = {name: b.clone() for name, b in buffers.items()}
 
-    def before(self, captured: CapturedStep, *, opens: bool) -> None:
+    def before(self, captured: CapturedStep | EagerStep, *, opens: bool) -> None:
         """Ahead of a micro-step; `opens`: it is the first of its window."""
         for name, value in self._restored.items():
             captured.capture.buffers[name].copy_(value)
@@ -41,13 +42,13 @@ class ModuleBuffers:
                 captured.capture.buffers[name].copy_(value)
         self._waiting = False
 
-    def keep_company(self, captured: CapturedStep) -> None:
+    def keep_company(self, captured: CapturedStep | EagerStep) -> None:
         """What every rank does at every call, also one without data, where buffers are broadcast at every call."""
         group, buffers = captured.setting.group, captured.capture.buffers
         if group is not None and captured.setting.broadcast_buffers == "every" and buffers:
             broadcast(group, list(buffers.values()))
 
-    def after_boundary(self, captured: CapturedStep) -> None:
+    def after_boundary(self, captured: CapturedStep | EagerStep) -> None:
         """All ranks meet."""
         group = captured.setting.group
         if group is not None and self._follows(captured):
@@ -72,6 +73,6 @@ class ModuleBuffers:
         """Whether what was fetched has yet to be put in place."""
         return self._waiting
 
-    def _follows(self, captured: CapturedStep) -> bool:
+    def _follows(self, captured: CapturedStep | EagerStep) -> bool:
         setting = captured.setting
         return setting.group is not None and setting.broadcast_buffers == "window_start"

@@ -32,6 +32,7 @@ class Options:
     accumulator_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     broadcast_buffers: str = "window_start"
+    on_unsupported: str = "error"
     skip_nonfinite: bool = False
     rank_timeout: float | None = None
     backend: str | Callable[..., Any] = "inductor"
@@ -43,6 +44,7 @@ class Options:
         check_steps(self.gradient_accumulation_steps)
         _one_of("reduction", self.reduction, REDUCTIONS)
         _one_of("broadcast_buffers", self.broadcast_buffers, BROADCASTS)
+        _one_of("on_unsupported", self.on_unsupported, ("error", "eager"))
         for name in ("sync_each_batch", "skip_nonfinite"):
             if not isinstance(getattr(self, name), bool):
                 raise _bad(name, getattr(self, name), "True or False")

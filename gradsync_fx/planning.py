@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,12 +47,14 @@ class SimulatedGroup:
     group_name: str = "simulated"
 
 
-def find_setting(capture: Capture, options: Options, simulated: int | None = None) -> Setting:
+def find_setting(
+    ddps: Sequence[DistributedDataParallel], options: Options, simulated: int | None = None
+) -> Setting:
     """The group: the argument's, else DDP's, else the default group if there is one, else none.
 
     simulated: a number of ranks to plan for in their place.
     """
-    ddp = capture.ddp[0] if capture.ddp else None
+    ddp = ddps[0] if ddps else None
     group = options.process_group
     if group is None and ddp is not None:
         group = ddp.process_group

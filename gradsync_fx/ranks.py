@@ -21,6 +21,7 @@ from gradsync_fx.presence import give_up, someone_compiles, who_gave_up
 
 
 ACCUMULATE, BOUNDARY, FLUSH = 0, 1, 2
+EAGER = -1  # layout of a rank whose step was not captured
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +30,8 @@ class Position:
 
     kind: of its call. runs: whether it has data for it. k: 0 where the step decides. pending: micro-steps of the
     window, this call included. closing: the parts that the call closes, as bits. layout: of its buckets; 0 where no
-    one layout holds the window's gradients. weights: of each part's terms on this rank; where weights are known only
-    when a micro-step has run, without this call's.
+    one layout holds the window's gradients, `EAGER` where the step runs eagerly. weights: of each part's terms on this
+    rank; where weights are known only when a micro-step has run, without this call's.
     """
 
     kind: int
@@ -67,7 +68,7 @@ class Meeting:
     @property
     def uniform(self) -> bool:
         """Whether all ranks have the same gradients to reduce, in the same order."""
-        return len({p.layout for p in self.ranks}) == 1 and self.ranks[0].layout != 0
+        return len({p.layout for p in self.ranks}) == 1 and self.ranks[0].layout > 0
 
     @property
     def closing(self) -> frozenset[int]:
@@ -157,6 +158,13 @@ def _check(everyone: list[Position]) -> None:
         raise _disagree(everyone, "the window", lambda p: f"micro-step {p.pending}/{p.k or '?'}")
     if len({(p.kind, p.closing) for p in calls}) > 1:
         raise _disagree(everyone, "the window", lambda p: CALLS[p.kind])
+    if len({p.layout == EAGER for p in everyone}) > 1:
+        raise _disagree(
+            everyone,
+            "the steps",
+            lambda p: "an eager step" if p.layout == EAGER else "a captured step",
+            fix='call the same step on every rank; on_unsupported="error" names what kept it from being captured',
+        )
     if len({p.discards for p in everyone}) > 1:
         raise _disagree(everyone, "the windows", lambda p: f"{p.discards} discarded windows")
     if len({p.optimizer_step for p in everyone}) > 1:

@@ -29,13 +29,14 @@ def load(executor: Executor, given: Any) -> None:
     """Takes what `save` gave. Raises `StateError` where it does not fit; nothing is changed then."""
     saved = unpack(given, list(executor.options.steps), *_place(executor))
     held = executor.accumulators
-    known = {name for c in executor.captures for name in c.capture.parameters}
+    steps = executor.catalogue.steps
+    known = {name for step in steps for name in step.capture.parameters}
     for name, value in saved.sums.items():
         if name in held.sums:
             check_fits(name, held.sums[name], value)
-        elif executor.captures and name not in known:
+        elif steps and name not in known:
             raise foreign_state(name, sorted(known))
-    held.replace(saved.sums, executor.captures)
+    held.replace(saved.sums, steps)
     for part, weight in enumerate(saved.weights):
         if part in held.weights:
             held.weights[part] = weight.clone().to(held.weights[part].device)
@@ -46,7 +47,7 @@ def load(executor: Executor, given: Any) -> None:
 
 
 def _place(executor: Executor) -> tuple[int, int]:
-    if executor.captures:
-        setting = executor.captures[0].setting
+    setting = executor.setting
+    if setting is not None:
         return setting.rank, setting.world
     return in_job(executor.options.process_group) or (0, 1)

@@ -1,0 +1,1 @@
+"""A step that cannot be captured, run as it is: the same windows and checkpoints, without the graph rewrite."""

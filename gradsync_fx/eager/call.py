@@ -1,0 +1,188 @@
+"""One call of a step that runs eagerly: what became of its gradients, one optimizer after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.amp import GradScaler
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+
+from gradsync_fx import scaling
+from gradsync_fx.eager.deeds import Clip, Deed, Schedule, Update
+from gradsync_fx.eager.step import EagerStep
+from gradsync_fx.errors import CaptureError, NoOptimizerError, ReadBeforeBoundaryError
+
+
+Settle = Callable[[int, frozenset[str]], bool]
+
+
+class EagerCall:
+    """Answers the calls of watch.py.
+
+    closes: whether the window of a part ends with this call. settle: reduces what the window summed for the
+    parameters of one optimizer (its number, and their names); says whether there was anything.
+    """
+
+    def __init__(
+        self, step: EagerStep, closes: Callable[[int], bool], settle: Settle, *, alone: bool
+    ) -> None:
+        self._step, self._closes, self._settle = step, closes, settle
+        self._may_change = alone
+        self.deeds: list[Deed] = []
+        self.terms: dict[str, torch.Tensor] = {}
+        self._versions: dict[str, int] = {}
+        self.losses: list[torch.Tensor] = []
+        self.weight: Any = None
+        self.updated: dict[int, bool] = {}
+        self._as_given: dict[str, tuple[torch.Tensor, int]] = {}
+        self._norm: tuple[Any, ...] = ()
+
+    def backward(self, run: Callable[[], None], losses: Any) -> None:
+        """`torch.autograd.backward`."""
+        for number in self.updated:
+            if not any(isinstance(d, Update) and number in d.reads for d in self.deeds):
+                raise _read_early(self._step, number)
+        for name, term in self.terms.items():
+            # Taken by the window: what comes now is another gradient, which may or may not be used.
+            parameter = self._step.capture.parameters[name]
+            if parameter.grad is term:
+                parameter.grad = None
+        run()
+        self.losses += [losses] if isinstance(losses, torch.Tensor) else list(losses)
+        for name, parameter in self._step.capture.parameters.items():
+            if parameter.grad is not None:
+                self._as_given[name] = (parameter.grad, parameter.grad._version)
+
+    def norm(self, gradients: list[torch.Tensor], run: Callable[[], Any], how: Any) -> Any:
+        """The norm inside `clip_grad_norm_`: of the window's gradient, and NaN where there is none yet."""
+        given = {id(g): name for name, (g, _) in self._as_given.items()}
+        names = [given[id(g)] for g in gradients if id(g) in given]
+        if not names:
+            return run()
+        self._norm = how[0]
+        if self._reach(self._owners(names)):
+            return run()
+        return torch.full((), torch.nan, dtype=gradients[0].dtype, device=gradients[0].device)
+
+    def clip(self, function: Any, parameters: Any, run: Callable[[], Any], how: Any) -> None:
+        """The scaling inside `clip_grad_norm_`, and `clip_grad_value_`."""
+        held = (parameters,) if isinstance(parameters, torch.Tensor) else tuple(parameters)
+        names = [self._step.name_of[id(p)] for p in held if id(p) in self._step.name_of]
+        if function is clip_grad.clip_grad_norm_:
+            keys = ("norm_type", "error_if_nonfinite", "foreach")
+            how = {**how, **dict(zip(keys, self._norm, strict=False))}
+        owners = self._owners(names)
+        self.deeds.append(Clip(owners, function, held, tuple(how.items())))
+        if self._reach(owners):
+            run()
+
+    def update(self, optimizer: Optimizer, run: Callable[[], Any], closure: Any) -> None:
+        """`optimizer.step()`."""
+        if closure is not None:
+            raise CaptureError(
+                f"{type(optimizer).__name__}.step",
+                seen="it is given a closure, which runs forward and backward anew inside of the update",
+                wanted="optimizer.step() without a closure",
+                fix="call backward in the step, and optimizer.step() after it",
+            )
+        number = self._step.number_of(optimizer)
+        if any(isinstance(d, Update) and number in d.reads for d in self.deeds):
+            raise CaptureError(
+                f"{type(optimizer).__name__}.step",
+                seen="it is called more than once in a step",
+                wanted="one update of a parameter in a call",
+                fix="make each update a step of its own: gradsync_fx.optimize(one_update, ...)",
+            )
+        reached = self._reach((number,))
+        self.deeds.append(Update((number,), optimizer))
+        if reached and self.updated[number]:
+            run()
+
+    def schedule(self, scheduler: Any, args: Any, kwargs: Any) -> None:
+        """`scheduler.step()`: when the step has ended, and only after an update."""
+        optimizer = getattr(scheduler, "optimizer", None)
+        reads = (self._step.number_of(optimizer),) if optimizer is not None else ()
+        self.deeds.append(Schedule(reads, scheduler, tuple(args), tuple(kwargs.items())))
+
+    def weigh(self, weight: Any) -> None:
+        """`micro_batch_weight`."""
+        if self.weight is not None:
+            raise CaptureError(
+                "micro_batch_weight",
+                seen="it is called twice in one call of the step",
+                wanted="one call, with the weight of the whole micro-batch",
+                fix="add the weights up first",
+            )
+        self.weight = weight.detach() if isinstance(weight, torch.Tensor) else weight
+
+    def scaler(self, scaler: GradScaler, name: str) -> None:
+        """A `GradScaler`'s methods."""
+        if scaler.is_enabled():
+            raise scaling.refused(f"{type(scaler).__name__}.{name}")
+
+    def end(self, *, manual: bool) -> None:
+        """What is left in `.grad`: terms where the step itself decides about windows, else an optimizer's that was
+        not reached."""
+        stepped = {i for d in self.deeds if isinstance(d, Update) for i in d.reads}
+        if manual and not stepped:
+            self._take(list(self._step.capture.parameters))
+        elif not stepped:
+            raise NoOptimizerError(
+                "the step",
+                seen="it never reaches an optimizer: no parameter is changed",
+                wanted="a call of optimizer.step() on the parameters that loss.backward() reaches",
+                fix="call optimizer.step() in the step on every call; when it takes effect is decided for you",
+            )
+        reduced = {name for number in self.updated for name in self._step.held_by(number)}
+        for name, term in self.terms.items():
+            if term._version != self._versions[name] and name not in reduced:
+                raise _changed(name)
+
+    def _owners(self, names: Iterable[str]) -> tuple[int, ...]:
+        found = (self._step.owner_of(self._step.capture.parameters[name]) for name in names)
+        return tuple(dict.fromkeys(i for i in found if i is not None))
+
+    def _reach(self, owners: tuple[int, ...]) -> bool:
+        """These optimizers' gradients are looked at: they become the window's, where it ends with this call."""
+        for number in owners:
+            if number in self.updated:
+                continue
+            held = self._step.held_by(number)
+            self._take(held)
+            if self._closes(number):
+                self.updated[number] = self._settle(number, held)
+        return all(number in self.updated for number in owners)
+
+    def _take(self, names: Iterable[str]) -> None:
+        """Gradients of this micro-step become terms of the window."""
+        for name in names:
+            gradient = self._step.capture.parameters[name].grad
+            if gradient is not None and name not in self.terms:
+                given = self._as_given.get(name, (None, 0))
+                same = given[0] is gradient and given[1] == gradient._version
+                if not same and not self._may_change:
+                    raise _changed(name)
+                self.terms[name], self._versions[name] = gradient, gradient._version
+
+
+def _changed(name: str) -> CaptureError:
+    return CaptureError(
+        f"gradient of {name!r}",
+        seen="the step changes it by its own code between backward and its end, and runs eagerly",
+        wanted="gradients that only backward, clip_grad_norm_ and clip_grad_value_ change: on a call that does not end "
+        "a window they are this micro-step's alone",
+        fix="use torch's clipping, or mend the step so that it can be captured: then such code runs at the boundary",
+    )
+
+
+def _read_early(step: EagerStep, number: int) -> ReadBeforeBoundaryError:
+    name = sorted(step.held_by(number))[0]
+    return ReadBeforeBoundaryError(
+        f"synced gradient of {name!r}",
+        seen="backward is called again between the clipping of gradients and the update",
+        wanted="all calls of backward before the first look at a gradient",
+        fix="clip after the last backward",
+    )

@@ -1,0 +1,55 @@
+"""What a step does with its gradients between `backward` and its end, remembered: a window that closes without data
+does it again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Deed:
+    """One such call. reads: the optimizers (by number) whose gradients it looks at."""
+
+    reads: tuple[int, ...]
+
+    def repeat(self) -> None:
+        """Does it again."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Clip(Deed):
+    """`clip_grad_norm_` or `clip_grad_value_`, with its arguments."""
+
+    function: Any
+    parameters: tuple[torch.Tensor, ...]
+    arguments: tuple[tuple[str, Any], ...]
+
+    def repeat(self) -> None:
+        self.function(list(self.parameters), **dict(self.arguments))
+
+
+@dataclass(frozen=True, slots=True)
+class Update(Deed):
+    """`optimizer.step()`."""
+
+    optimizer: Optimizer
+
+    def repeat(self) -> None:
+        self.optimizer.step()
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule(Deed):
+    """`scheduler.step(...)`."""
+
+    scheduler: Any
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+
+    def repeat(self) -> None:
+        self.scheduler.step(*self.args, **dict(self.kwargs))

@@ -1,0 +1,212 @@
+"""A step that runs eagerly: its objects, its group of ranks, and the reduction of what a window summed.
+
+It stands where a `CapturedStep` stands for the runtime: the same names, the same two ways to close a window's part.
+There are no programs; the user's function is the micro-step, and what it did with its gradients is done again to close
+a window without data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from gradsync_fx.capture import batch_norms, named_tensors
+from gradsync_fx.eager.deeds import Deed, Schedule, Update
+from gradsync_fx.eager.discovery import Found
+from gradsync_fx.errors import CaptureError, OptionError
+from gradsync_fx.optimizer_state import parameters_of
+from gradsync_fx.options import Options
+from gradsync_fx.planning import Setting, find_setting, part_of
+from gradsync_fx.ranks import EAGER
+
+
+@dataclass(frozen=True, slots=True)
+class Objects:
+    """What a `Capture` holds of the user's objects."""
+
+    parameters: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    ddp: tuple[DistributedDataParallel, ...]
+    optimizers: tuple[Optimizer, ...]
+    batch_norms: tuple[str, ...]
+
+    def same_as(self, other: Objects) -> bool:
+        """Whether both are the same parameters and optimizers."""
+
+        def ids(objects: Objects) -> list[int]:
+            return sorted(map(id, [*objects.parameters.values(), *objects.optimizers]))
+
+        return ids(self) == ids(other)
+
+
+class EagerStep:
+    """One user function with the objects that it was found to touch.
+
+    why: the error that kept it from being captured. deeds: what the latest call did with its gradients. weighs: as in
+    `CapturedStep`.
+    """
+
+    def __init__(
+        self,
+        found: Found,
+        options: Options,
+        sums: dict[str, torch.Tensor],
+        why: CaptureError,
+    ) -> None:
+        self.options, self.why, self._sums = options, why, sums
+        seen = found.observed()
+        parameters, buffers = named_tensors(seen)
+        known = {id(p) for p in parameters.values()}
+        parameters.update({n: t for n, t in found.tensors.items() if id(t) not in known})
+        ddp = tuple(m for _, m in seen.modules if isinstance(m, DistributedDataParallel))
+        self.capture = Objects(parameters, buffers, ddp, tuple(found.optimizers), batch_norms(seen))
+        self.setting: Setting = find_setting(ddp, options)
+        if options.sync_each_batch:
+            raise OptionError(
+                "argument 'sync_each_batch'",
+                seen=f"True, with a step that runs eagerly, as it cannot be captured ({why.culprit})",
+                wanted="one reduction for each window",
+                fix="leave it out, or mend the step so that it can be captured",
+            )
+        if options.manual and self.speaks_in_every_call:
+            raise OptionError(
+                "argument 'broadcast_buffers'",
+                seen='"every", with gradient_accumulation_steps="manual" and a step that runs eagerly',
+                wanted='"window_start" or "never"',
+                fix="leave it out, or mend the step so that it can be captured",
+            )
+        self.weighs = options.reduction == "weighted" or options.skip_nonfinite
+        self.name_of = {id(p): n for n, p in parameters.items()}
+        self.names: tuple[str, ...] = ()
+        self.deeds: list[Deed] = []
+
+    # What the runtime asks of a captured step, too.
+
+    @property
+    def updates(self) -> bool:
+        """Whether it is known how a window is closed without data."""
+        return any(isinstance(deed, Update) for deed in self.deeds)
+
+    @property
+    def speaks_in_every_call(self) -> bool:
+        return self.setting.group is not None and (
+            self.setting.broadcast_buffers == "every" and bool(self.capture.buffers)
+        )
+
+    def layout_for(self, in_window: Collection[str]) -> int:
+        """Which parameters a call gives gradients to is known when it has run: never one layout for all ranks."""
+        return EAGER
+
+    def names_of(self, parts: Collection[int]) -> tuple[str, ...]:
+        """Parameters of these parts that received a gradient in the latest call."""
+        return tuple(n for n in self.names if self.part_of(self.capture.parameters[n]) in parts)
+
+    def in_turn(self, closing: Collection[int]) -> list[int]:
+        """Optimizers of the closing parts, by number, in the order in which the step looks at their gradients."""
+        read = (i for deed in self.deeds if not isinstance(deed, Schedule) for i in deed.reads)
+        return [i for i in dict.fromkeys(read) if self.part_of_optimizer(i) in closing]
+
+    # What the step consists of.
+
+    def part_of(self, parameter: torch.Tensor) -> int:
+        """The part of the window that a parameter belongs to."""
+        return part_of(parameter, self.options)
+
+    def part_of_optimizer(self, number: int) -> int:
+        held = parameters_of(self.capture.optimizers[number])
+        return self.part_of(held[0]) if held else 0
+
+    def owner_of(self, parameter: torch.Tensor) -> int | None:
+        """The number of the optimizer that holds a parameter."""
+        for number, optimizer in enumerate(self.capture.optimizers):
+            if any(p is parameter for p in parameters_of(optimizer)):
+                return number
+        return None
+
+    def held_by(self, number: int) -> frozenset[str]:
+        held = parameters_of(self.capture.optimizers[number])
+        return frozenset(self.name_of[id(p)] for p in held if id(p) in self.name_of)
+
+    def number_of(self, optimizer: Optimizer) -> int:
+        """Raises `CaptureError` for an optimizer that neither arguments nor names of the step led to."""
+        for i, known in enumerate(self.capture.optimizers):
+            if known is optimizer:
+                return i
+        raise CaptureError(
+            f"optimizer {type(optimizer).__name__}",
+            seen="the step reaches it by a way that is not known before it runs",
+            wanted="an optimizer among the step's arguments, or in what they, its closure and its globals hold",
+            fix="pass the optimizer to the step as an argument",
+        )
+
+    # The end of a window.
+
+    def reduce(self, names: Collection[str], divisor: float) -> None:
+        """Sums over the ranks, divided; they become the parameters' gradients, and the sums zero."""
+        for group, bucket in self._buckets(sorted(names)):
+            flat = torch.cat([self._sums[name].view(-1) for name in bucket])
+            wire = self.setting.wire_dtype or flat.dtype
+            if group is not None:
+                # float16 ends at 65504: divided ahead of the wire, then.
+                ahead = wire is torch.float16
+                sent = (flat / divisor if ahead else flat).to(wire)
+                dist.all_reduce(sent, group=group)
+                flat = sent.to(flat.dtype) if ahead else sent.to(flat.dtype) / divisor
+            else:
+                flat = flat / self._local(divisor)
+            sizes = [self._sums[name].numel() for name in bucket]
+            for name, piece in zip(bucket, flat.split(sizes), strict=True):
+                self._install(self.capture.parameters[name], piece)
+                self._sums[name].zero_()
+
+    def _local(self, divisor: float) -> float:
+        """For parameters that stay on their rank: a mean over this rank's share of the window."""
+        return divisor / self.setting.world if self.options.reduction != "sum" else 1.0
+
+    def _install(self, parameter: torch.Tensor, flat: torch.Tensor) -> None:
+        value = flat.view(parameter.shape).to(parameter.dtype)
+        if parameter.grad is None:
+            parameter.grad = value.clone()
+        else:
+            parameter.grad.copy_(value)  # in place: clip_grad_norm_ holds the tensors by now
+
+    def _buckets(self, names: list[str]) -> Iterator[tuple[Any, list[str]]]:
+        group = self.setting.group
+        open_buckets: dict[tuple[Any, ...], list[str]] = {}
+        for name in names:
+            total, mine = self._sums[name], None if name in self.setting.ignored else group
+            key = (mine, total.dtype, total.device)
+            bucket = open_buckets.setdefault(key, [])
+            bucket.append(name)
+            wire = self.setting.wire_dtype or total.dtype
+            if (
+                sum(self._sums[n].numel() for n in bucket) * wire.itemsize
+                >= self.setting.bucket_bytes
+            ):
+                yield mine, open_buckets.pop(key)
+        for (mine, *_), bucket in open_buckets.items():
+            yield mine, bucket
+
+    def repeat(self, updated: Collection[int]) -> None:
+        """What the latest call did with the gradients of these optimizers, with those that are in place now."""
+        for deed in self.deeds:
+            if not isinstance(deed, Schedule) and set(deed.reads) <= set(updated):
+                deed.repeat()
+        self.schedule(updated)
+
+    def schedule(self, updated: Collection[int]) -> None:
+        """Schedulers step once for each update."""
+        for deed in self.deeds:
+            if isinstance(deed, Schedule) and set(deed.reads) <= set(updated):
+                deed.repeat()
+
+    def forget_gradients(self) -> None:
+        """`.grad` is None between calls."""
+        for parameter in self.capture.parameters.values():
+            parameter.grad = None

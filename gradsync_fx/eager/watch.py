@@ -1,0 +1,149 @@
+"""torch's calls that make a training step, while one runs eagerly: what they do at a boundary and on other calls.
+
+                    accumulate call                         boundary
+backward            as always                               as always
+clip_grad_norm_     nothing; the norm is NaN                the window's gradient is reduced, then as always
+optimizer.step()    its gradients are terms of the window   the window's gradient is reduced, then as always
+zero_grad()         `.grad` becomes None                    `.grad` becomes None
+scheduler.step()    nothing                                 at the end of the step
+ddp(x)              ddp.module(x): its reducer never fires
+
+The patches hold for one call of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from gradsync_fx.controls import TRACED
+from gradsync_fx.optimizer_state import parameters_of
+
+
+class Answers(Protocol):
+    """Who answers the calls: `EagerCall`."""
+
+    def backward(self, run: Callable[[], None], losses: Any) -> None: ...
+    def norm(self, gradients: list[torch.Tensor], run: Callable[[], Any], how: Any) -> Any: ...
+    def clip(self, function: Any, parameters: Any, run: Callable[[], Any], how: Any) -> None: ...
+    def update(self, optimizer: Optimizer, run: Callable[[], Any], closure: Any) -> None: ...
+    def schedule(self, scheduler: Any, args: Any, kwargs: Any) -> None: ...
+    def weigh(self, weight: Any) -> None: ...
+    def scaler(self, scaler: GradScaler, name: str) -> None: ...
+
+
+@contextmanager
+def watching(
+    answers: Answers, optimizers: list[Optimizer], names: dict[str, Any]
+) -> Iterator[None]:
+    """Has `answers` answer the calls above. names: the globals of the step, which may hold torch's functions."""
+    inside: list[None] = []
+
+    def outermost(answer: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+        """torch's own calls, made from within one that is answered, stay torch's."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if inside:
+                return plain(*args, **kwargs)
+            inside.append(None)
+            try:
+                return answer(lambda: plain(*args, **kwargs), *args, **kwargs)
+            finally:
+                inside.pop()
+
+        return call
+
+    with ExitStack() as stack:
+
+        def patch(owner: Any, name: str, answer: Callable[..., Any]) -> None:
+            plain = getattr(owner, name)
+            stack.enter_context(mock.patch.object(owner, name, outermost(answer, plain)))
+
+        def backward(run: Any, tensors: Any, *args: Any, **kwargs: Any) -> None:
+            answers.backward(run, tensors)
+
+        def norm(run: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any:
+            return answers.norm(list(gradients), run, (args, kwargs))
+
+        def clip_norm(run: Any, parameters: Any, max_norm: Any, total: Any, *args: Any) -> None:
+            answers.clip(clip_grad.clip_grad_norm_, parameters, run, {"max_norm": max_norm})
+
+        def clip_value(run: Any, parameters: Any, clip_value: Any, *args: Any) -> None:
+            answers.clip(plain_clip_value, parameters, run, {"clip_value": clip_value})
+
+        def no_gradients(run: Any, owner: Any, *args: Any, **kwargs: Any) -> None:
+            for p in owner.parameters() if isinstance(owner, nn.Module) else parameters_of(owner):
+                p.grad = None
+
+        def step(run: Any, owner: Any, *args: Any, **kwargs: Any) -> None:
+            answers.update(owner, run, args[0] if args else kwargs.get("closure"))
+
+        def schedule(run: Any, owner: Any, *args: Any, **kwargs: Any) -> None:
+            answers.schedule(owner, args, kwargs)
+
+        plain_clip_value = clip_grad.clip_grad_value_
+        patch(torch.autograd, "backward", backward)
+        patch(clip_grad, "_get_total_norm", norm)
+        patch(clip_grad, "_clip_grads_with_norm_", clip_norm)
+        for owner in (clip_grad, torch.nn.utils):
+            patch(owner, "clip_grad_value_", clip_value)
+        for name, value in names.items():
+            if value is plain_clip_value:
+                stack.enter_context(
+                    mock.patch.dict(names, {name: outermost(clip_value, plain_clip_value)})
+                )
+        for cls in _with_method(Optimizer, "step"):
+            patch(cls, "step", step)
+        for optimizer in optimizers:
+            if "step" in vars(optimizer):  # a scheduler has put its counter round it
+                counted = outermost(_bound(step, optimizer), optimizer.step)
+                stack.enter_context(mock.patch.object(optimizer, "step", counted))
+        for cls in (nn.Module, *_with_method(Optimizer, "zero_grad")):
+            patch(cls, "zero_grad", no_gradients)
+        for cls in _with_method(LRScheduler, "step"):
+            patch(cls, "step", schedule)
+        for method in ("scale", "unscale_", "step", "update"):
+            patch(GradScaler, method, _scaler(answers, method))
+        stack.enter_context(mock.patch.object(DistributedDataParallel, "forward", _inner_forward))
+        weigh = mock.patch.object(type(TRACED), "weigh", lambda _, weight: answers.weigh(weight))
+        stack.enter_context(weigh)
+        yield
+
+
+def _bound(answer: Callable[..., Any], owner: Any) -> Callable[..., Any]:
+    return lambda run, *args, **kwargs: answer(run, owner, *args, **kwargs)
+
+
+def _scaler(answers: Answers, name: str) -> Callable[..., Any]:
+    def answer(run: Any, owner: GradScaler, *args: Any, **kwargs: Any) -> Any:
+        answers.scaler(owner, name)
+        if name == "scale":
+            return args[0]
+        return args[0].step(*args[1:], **kwargs) if name == "step" else None
+
+    return answer
+
+
+def _inner_forward(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+    return self.module(*args, **kwargs)
+
+
+def _with_method(base: type, name: str) -> list[type]:
+    """The class and its subclasses that have a method of this name of their own."""
+    found, queue = [], [base]
+    while queue:
+        cls = queue.pop()
+        if cls not in found:
+            found.append(cls)
+            queue += cls.__subclasses__()
+    return [cls for cls in found if name in vars(cls)]

@@ -1,0 +1,205 @@
+"""The window of a step that cannot be captured: one call at a time, with the counters of the executor."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gradsync_fx._torch import tree_leaves, tree_map_only
+from gradsync_fx.captured import NONE
+from gradsync_fx.eager.call import EagerCall
+from gradsync_fx.eager.deeds import Update
+from gradsync_fx.eager.discovery import discover
+from gradsync_fx.eager.step import EagerStep
+from gradsync_fx.eager.watch import watching
+from gradsync_fx.errors import CaptureError, GradSyncWarning, NoOptimizerError
+from gradsync_fx.executor import Executor
+from gradsync_fx.ranks import ACCUMULATE, BOUNDARY, Meeting
+from gradsync_fx.window import WindowState
+
+
+class EagerWindow:
+    """Runs `function` in windows as the executor's counter has them. why: what kept it from being captured."""
+
+    def __init__(self, function: Callable[..., Any], executor: Executor, why: CaptureError) -> None:
+        self._function, self._executor, self.why = function, executor, why
+        self._steps: dict[tuple[int, ...], EagerStep] = {}
+        inner = inspect.unwrap(getattr(function, "__func__", function))
+        self._globals: dict[str, Any] = getattr(inner, "__globals__", {})
+        warnings.warn(
+            f"the step runs eagerly, as it cannot be captured ({why.culprit}: {why.seen}). Its windows are the same; "
+            "what is lost is the rewrite: nothing is compiled, and no reduction is overlapped.",
+            GradSyncWarning,
+            stacklevel=5,
+        )
+
+    def prepare(self, args: Any, kwargs: Any) -> None:
+        """Room for what a window may hold, without a call."""
+        step = self._step_for(args, kwargs)
+        held = {n for i in range(len(step.capture.optimizers)) for n in step.held_by(i)}
+        known = step.capture.parameters
+        wanted = {name: known[name] for name in sorted(held) if known[name].requires_grad}
+        self._executor.accumulators.make(wanted, known, step.options)
+
+    def _step_for(self, args: Any, kwargs: Any) -> EagerStep:
+        plain = (torch.Tensor, int, float, str, type(None))
+        objects = [v for v in tree_leaves((args, kwargs)) if not isinstance(v, plain)]
+        key = tuple(map(id, objects))
+        if key not in self._steps:
+            self._steps[key] = self._executor.catalogue.admit_eager(
+                EagerStep(
+                    discover(self._function, args, kwargs),
+                    self._executor.options,
+                    self._executor.accumulators.sums,
+                    self.why,
+                )
+            )
+        step = self._steps[key]
+        if self._executor.setting is None:
+            self._executor.catalogue.latest = step
+            self._executor.begin(step)
+        return step
+
+    def run(self, args: Any, kwargs: Any) -> Any:
+        """One micro-step. A call that raises before its window ended leaves the window as it was."""
+        executor, step = self._executor, self._step_for(args, kwargs)
+        opens = executor.window.pending == 0
+        executor.accumulators.check_trainable(step, executor.next_place())
+        executor.accumulators.make({}, step.capture.parameters, executor.options)
+        executor.catalogue.latest = step
+        after = executor.window.called(summed=True)
+        manual = executor.options.manual
+        closing = NONE if manual else executor.closing(step)
+        meeting = None
+        if closing or step.speaks_in_every_call:
+            kind = BOUNDARY if closing else ACCUMULATE
+            meeting = executor.meet(step, kind, closing, after, runs=True)
+        executor.buffers.before(step, opens=opens)
+        micro_step = _MicroStep(executor, step, after, closing, meeting)
+        try:
+            result = micro_step.run(self._function, args, kwargs, self._globals)
+        finally:
+            step.forget_gradients()
+        return tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+
+
+class _MicroStep:
+    """What one call adds to the window, and its end where the call is a boundary."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        step: EagerStep,
+        after: WindowState,
+        closing: frozenset[int],
+        meeting: Meeting | None,
+    ) -> None:
+        self._executor, self._step, self._after = executor, step, after
+        self._closing, self._meeting = closing, meeting
+        self._added: set[str] = set()
+        self._weighed = False
+        options = executor.options
+        alone = not options.accumulates and step.setting.group is None
+        self._call = EagerCall(step, self._closes, self._settle, alone=alone)
+
+    def _closes(self, number: int) -> bool:
+        if self._executor.options.manual:
+            return True
+        return self._step.part_of_optimizer(number) in self._closing
+
+    def run(self, function: Any, args: Any, kwargs: Any, names: dict[str, Any]) -> Any:
+        """The user's function, and then what belongs behind it."""
+        executor, step, call = self._executor, self._step, self._call
+        ended = False
+        try:
+            with watching(call, list(step.capture.optimizers), names):
+                result = function(*args, **kwargs)
+            call.end(manual=executor.options.manual)
+            ended = True
+        finally:
+            if not ended and any(call.updated.values()):
+                self._end_window()  # parameters have changed: those parts of the window are over
+        self._add([n for n in call.terms if n not in self._added])
+        step.deeds = call.deeds
+        if self._meeting is None or not self._closing:
+            executor.window, executor.sync_gradients = self._after, False
+            return result
+        self._check_reached()
+        self._end_window()
+        step.schedule([i for i, updated in call.updated.items() if updated])
+        return result
+
+    def _end_window(self) -> None:
+        assert self._meeting is not None
+        updated = {self._step.part_of_optimizer(i) for i, u in self._call.updated.items() if u}
+        self._executor.window = self._after
+        self._executor.end_window(self._step, self._meeting, frozenset(updated))
+
+    def _check_reached(self) -> None:
+        reached = {i for d in self._call.deeds if isinstance(d, Update) for i in d.reads}
+        for part in self._closing:
+            if all(self._step.part_of_optimizer(i) != part for i in reached):
+                raise NoOptimizerError(
+                    f"part {part} of the window",
+                    seen="it ends with this call, which does not reach its optimizer",
+                    wanted="every optimizer reached in every call of the step",
+                    fix="call optimizer.step() on every call; when it takes effect is decided for you",
+                )
+
+    def _settle(self, number: int, held: frozenset[str]) -> bool:
+        if self._meeting is None:
+            everything = frozenset(range(len(self._after.parts)))
+            self._closing = everything
+            self._meeting = self._executor.meet(
+                self._step, BOUNDARY, everything, self._after, runs=True
+            )
+        self._add([n for n in self._call.terms if n in held and n not in self._added])
+        return self._executor.settle(self._step, number, self._after)
+
+    def _add(self, names: list[str]) -> None:
+        """Terms into the running sums; the weight of the micro-step, once for each part."""
+        executor, step, call = self._executor, self._step, self._call
+        held, known = executor.accumulators, step.capture.parameters
+        weight = self._weight()
+        held.make({name: known[name] for name in names}, known, executor.options)
+        if weight is not None and not self._weighed:
+            self._weighed = True
+            for total in held.weights.values():
+                total.add_(weight)
+        for name in names:
+            term = call.terms[name]
+            total = held.sums[name]
+            term = (term.to_dense() if term.is_sparse else term).to(total.dtype)
+            if weight is None:
+                total.add_(term)
+            elif weight:  # a term that does not count may be anything, NaN too
+                weighted = executor.options.reduction == "weighted"
+                total.add_(term * weight.to(total.dtype) if weighted else term)
+        self._added.update(names)
+        held.added(names)
+        step.names = tuple(self._added)
+
+    def _weight(self) -> torch.Tensor | None:
+        """This call's weight, 0 where something in it is not finite; None where all micro-steps weigh the same."""
+        options, call = self._executor.options, self._call
+        if not self._step.weighs:
+            return None
+        weight = torch.ones((), dtype=torch.float64)
+        if options.reduction == "weighted":
+            if call.weight is None:
+                raise CaptureError(
+                    'reduction="weighted"',
+                    seen="the step runs eagerly, and has not said its weight by the time that a gradient is looked at",
+                    wanted="one call of gradsync_fx.micro_batch_weight(w) in the step",
+                    fix="call it ahead of backward, in every branch of the step",
+                )
+            weight = torch.as_tensor(call.weight, dtype=torch.float64).reshape(()).cpu()
+        if options.skip_nonfinite:
+            values = [*call.terms.values(), *call.losses, weight]
+            if not all(bool(v.isfinite().all()) for v in values):
+                return torch.zeros((), dtype=torch.float64)
+        return weight
