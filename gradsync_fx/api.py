@@ -14,6 +14,7 @@ from gradsync_fx.capture import traced
 from gradsync_fx.captured import CapturedStep
 from gradsync_fx.catalogue import Found
 from gradsync_fx.controls import Demand
+from gradsync_fx.eager.step import EagerStep
 from gradsync_fx.eager.window import EagerWindow
 from gradsync_fx.errors import (
     CaptureError,
@@ -26,6 +27,7 @@ from gradsync_fx.executor import Executor
 from gradsync_fx.inspection.costs import Hardware
 from gradsync_fx.inspection.describe import describe
 from gradsync_fx.inspection.report import Report
+from gradsync_fx.inspection.uncaptured import describe_eager
 from gradsync_fx.lowering import decompositions
 from gradsync_fx.options import Options
 from gradsync_fx.saving import load, save
@@ -149,6 +151,12 @@ class OptimizedStep:
 
         hardware: what the estimate is for; a preset's name, or what `calibrate` measured.
         """
+        latest = self._executor.catalogue.latest
+        if isinstance(latest, EagerStep):
+            options = self._executor.options
+            return describe_eager(
+                latest, options, step=self._name, line=self._line, hardware=hardware
+            )
         return describe(
             self._executor.captures,
             self._executor.options,

@@ -112,6 +112,11 @@ class CapturedStep:
             leaves[i].name for i in self.regions.leaves if self.plan.part_of_leaf[i] in wanted
         )
 
+    @property
+    def can_close(self) -> bool:
+        """Whether its tail can close a window without data."""
+        return self.updates
+
     def layout_for(self, in_window: Collection[str]) -> int:
         """The layout of the buckets; 0 where the open window holds a gradient that has no place in them."""
         return self.layout if set(in_window) <= set(self.names) else 0

@@ -103,9 +103,9 @@ class Catalogue:
 
     def closer(self) -> CapturedStep | EagerStep | None:
         """The latest capture that reaches an update: its tail can close a window without data."""
-        if self.latest is not None and self.latest.updates:
+        if self.latest is not None and self.latest.can_close:
             return self.latest
-        return next((c for c in reversed(self.steps) if c.updates), None)
+        return next((c for c in reversed(self.steps) if c.can_close), None)
 
     def for_parameters(
         self, captured: CapturedStep, names: Collection[str], parts: Collection[int]

@@ -104,7 +104,10 @@ class Executor:
 
     def drop_user_gradients(self) -> None:
         """`.grad` is None between calls; what stands there is dropped with a warning."""
-        parameters = self.accumulators.parameters
+        self.drop_gradients(self.accumulators.parameters)
+
+    def drop_gradients(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Drops what stands in `.grad` of these, with a warning."""
         dropped = [name for name, p in parameters.items() if p.grad is not None]
         for name in dropped:
             parameters[name].grad = None
@@ -249,7 +252,8 @@ class Executor:
     ) -> None:
         """The closing parts start anew, whether they were updated or had nothing to update with."""
         closing = meeting.closing
-        self.accumulators.clear(closing - updated)
+        # A program resets what it closed; an eager step leaves that to us.
+        self.accumulators.clear(closing if isinstance(captured, EagerStep) else closing - updated)
         self.accumulators.closed(closing)
         self.window = self.window.closed(closing, updated=bool(updated))
         self.sync_gradients = bool(updated)
@@ -293,20 +297,25 @@ class Executor:
     def _close_in_turn(self, eager: EagerStep, meeting: Meeting) -> frozenset[int]:
         """The window of an eager step, without data: one optimizer after the other."""
         numbers = eager.in_turn(meeting.closing)
-        updated = [i for i in numbers if self.settle(eager, i, self.window)]
+        updated = [i for i in numbers if self.settle(eager, i, self.window, ready=eager.updates)]
         eager.repeat(updated)
+        eager.schedule(updated)
         eager.forget_gradients()
         return frozenset(eager.part_of_optimizer(i) for i in updated)
 
-    def settle(self, eager: EagerStep, number: int, after: WindowState) -> bool:
+    def settle(
+        self, eager: EagerStep, number: int, after: WindowState, *, ready: bool = True
+    ) -> bool:
         """Reduces what the ranks' windows hold for one optimizer of an eager step; says whether it is anything.
 
-        after: the window with this call in it.
+        after: the window with this call in it. ready: whether this rank can make the update.
         """
         held, part = eager.held_by(number), eager.part_of_optimizer(number)
         names = self._line.names([n for n in self.accumulators.in_window if n in held])
-        rows = self._line.gather(self._weights(eager, after))
-        totals = [sum(column) for column in zip(*rows, strict=True)]
+        rows = self._line.gather([float(ready), *self._weights(eager, after)])
+        if names and not all(row[0] for row in rows):
+            raise _no_call_yet([rank for rank, row in enumerate(rows) if not row[0]])
+        totals = [sum(column) for column in zip(*(row[1:] for row in rows), strict=True)]
         if not names or totals[part] <= 0:
             return False
         known = eager.capture.parameters
@@ -406,6 +415,15 @@ def _nothing_captured(what: str) -> WindowError:
         seen="this rank has captured nothing yet that reaches an update",
         wanted=f"at least one call, or prepare, before {what}",
         fix="call step.prepare(...) first",
+    )
+
+
+def _no_call_yet(ranks: list[int]) -> WindowError:
+    return WindowError(
+        f"the window of ranks {ranks}",
+        seen="the step runs eagerly, and these ranks have not called it yet: how an update is made is seen in a call",
+        wanted="one call of the step on every rank before a window is closed without data",
+        fix="call the step once on every rank",
     )
 
 

@@ -96,6 +96,11 @@ class Options:
         """Whether a window may have more than one micro-step."""
         return any(k != 1 for k in self.steps)
 
+    @property
+    def several_windows(self) -> bool:
+        """Whether each optimizer has a window of its own."""
+        return isinstance(self.gradient_accumulation_steps, Mapping)
+
     def with_steps(self, k: Any) -> Options:
         """The same options with another window length."""
         return replace(self, gradient_accumulation_steps=k)

@@ -117,15 +117,13 @@ def find_parts(
     for leaf in regions.leaves:
         part = part_of(capture.step.leaves[leaf].parameter, options)
         if part < 0:
-            raise _unmapped(
-                f"parameter {capture.step.leaves[leaf].name!r}", "none of them holds it"
-            )
+            raise unmapped(f"parameter {capture.step.leaves[leaf].name!r}", "none of them holds it")
         leaves[leaf] = part
     updates: dict[Node, int] = {}
     for update in regions.updates:
         optimizer = capture.optimizers[int(argument(update, 0))]
         if id(optimizer) not in number:
-            raise _unmapped(type(optimizer).__name__, "the step calls it, and no k is given for it")
+            raise unmapped(type(optimizer).__name__, "the step calls it, and no k is given for it")
         updates[update] = number[id(optimizer)]
         for cut in regions.update_sources[update]:
             if cut in regions.updates or leaves[int(argument(cut, 1))] != updates[update]:
@@ -133,7 +131,8 @@ def find_parts(
     return leaves, updates
 
 
-def _unmapped(culprit: str, seen: str) -> OptionError:
+def unmapped(culprit: str, seen: str) -> OptionError:
+    """The error for a mapping of k's that leaves something out."""
     return OptionError(
         culprit,
         seen=f"gradient_accumulation_steps is a mapping of optimizers, and {seen}",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from tests.eagerly import asked, eagerly
 from tests.workers import Ranks
 
 
@@ -23,6 +25,19 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _way(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With the flag of tests/eagerly.py, every step runs eagerly; tests of what only a capture has are left out."""
+    if not asked():
+        yield
+        return
+    if request.node.get_closest_marker("captured"):
+        pytest.skip("about programs, compilations or captures, which an eager run does not have")
+    with eagerly(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the step runs eagerly")
+        yield
 
 
 @pytest.fixture(scope="session")

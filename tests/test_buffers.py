@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from tests.reference import (
 )
 
 
+@pytest.mark.captured
 def test_average_of_the_weights_and_a_counter_of_samples() -> None:
     """The average depends on the update: once a window. The counter does not: every call."""
     ours, eager = twins(mlp())

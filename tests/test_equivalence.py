@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tests.drive import drive, plain_step, quick, step_of
+from tests.eagerly import programs
 from tests.models import Lin, TinyGPT, mlp
 from tests.optimizers import sgd
 from tests.reference import (
@@ -132,7 +133,7 @@ def test_adamw_after_20_updates(k: int) -> None:
     assert_same(mine, accumulation(eager, make(eager), data), atol=1e-5)
     batch = joined(whole, make(whole), [data])
     assert_same_tensors(mine, batch, atol=1e-5)
-    assert step.compile_count == min(k, 2)
+    assert step.compile_count == programs(min(k, 2))
 
 
 def test_another_batch_size_is_another_capture_in_the_same_window() -> None:
@@ -208,7 +209,7 @@ def test_inductor_computes_the_same() -> None:
     reference = torch.optim.AdamW(eager.parameters(), lr=1e-3)
     mine = drive(step, ours, optimizer, data)
     assert_same(mine, accumulation(eager, reference, data), atol=1e-5)
-    assert step.compile_count == 2
+    assert step.compile_count == programs(2)
 
 
 @pytest.mark.parametrize("backend", ["eager", lambda module, inputs: module.forward])

@@ -61,6 +61,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(stop: int, counting: boo
     assert repr(optimizer.state_dict()) == repr(second_optimizer.state_dict())
 
 
+@pytest.mark.captured
 def test_prepare_compiles_and_runs_nothing() -> None:
     model, optimizer, run = fresh()
     before = [p.detach().clone() for p in model.parameters()]

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim import lr_scheduler as lr
 
 from tests.drive import drive, plain_step, quick, step_of
+from tests.eagerly import programs
 from tests.models import Lin, mlp
 from tests.optimizers import OPTIMIZERS, sgd
 from tests.reference import accumulation, assert_same, mse, regression, twins
@@ -40,7 +41,7 @@ def test_schedulers_cost_no_compilation(
     found = drive(step, ours, optimizer, data, after=mine.step)
     wanted = accumulation(eager, reference, data, after=theirs.step)
     assert_same(found, wanted, atol=5e-6)
-    assert step.compile_count == 2
+    assert step.compile_count == programs(2)
     assert mine.last_epoch == 12
     assert mine.get_last_lr() == theirs.get_last_lr()
 
@@ -56,7 +57,7 @@ def test_reduce_on_plateau() -> None:
     found = drive(step, ours, optimizer, data, after=lambda: mine.step(1.0))
     wanted = accumulation(eager, reference, data, after=lambda: theirs.step(1.0))
     assert_same(found, wanted, atol=5e-6)
-    assert step.compile_count == 2
+    assert step.compile_count == programs(2)
     assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"] < 1e-2
 
 
@@ -73,7 +74,7 @@ def test_lr_set_by_hand_takes_effect_at_the_next_update() -> None:
     step(model, optimizer, one)
     step(model, optimizer, one)
     assert model.w.item() == -8.0
-    assert step.compile_count == 2
+    assert step.compile_count == programs(2)
 
 
 def test_k_changes_at_a_boundary_and_compiles_nothing() -> None:
@@ -86,7 +87,7 @@ def test_k_changes_at_a_boundary_and_compiles_nothing() -> None:
         assert_same(
             drive(step, ours, optimizer, data), accumulation(eager, reference, data), atol=1e-6
         )
-    assert step.compile_count == 2
+    assert step.compile_count == programs(2)
 
 
 def test_a_python_number_that_changes_with_every_call() -> None:
@@ -132,7 +133,7 @@ def test_a_scheduler_inside_the_step_steps_once_for_each_update() -> None:
     assert (halving.last_epoch, plateau.last_epoch) == (3, 3)
     assert optimizer.param_groups[0]["lr"] == 0.125
     assert plateau.best == min(losses[3], losses[7], losses[8])
-    assert run.compile_count == 3
+    assert run.compile_count == programs(3)
 
 
 def test_counters_of_the_optimizer_count_updates() -> None:

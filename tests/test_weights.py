@@ -97,7 +97,9 @@ def test_a_forgotten_weight() -> None:
     refused(gradsync_fx.CaptureError, "weighted", step, model, optimizer, *batch)
 
 
-@pytest.mark.parametrize("wrong", ["twice", "rows", "gradient"])
+@pytest.mark.parametrize(
+    "wrong", ["twice", "rows", pytest.param("gradient", marks=pytest.mark.captured)]
+)
 def test_weights_that_are_refused(wrong: str) -> None:
     def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
         loss = mse(model, x, y)
@@ -166,6 +168,7 @@ def test_a_loss_that_is_infinite_while_its_gradients_are_not() -> None:
     assert model.w.item() == -5.0
 
 
+@pytest.mark.captured
 def test_by_default_nothing_is_skipped() -> None:
     model = Lin()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

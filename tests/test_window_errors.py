@@ -132,6 +132,7 @@ def test_a_window_without_a_term_makes_no_update_and_warns() -> None:
     assert not step.sync_gradients
 
 
+@pytest.mark.captured
 def test_an_ordinary_run_warns_of_nothing() -> None:
     model = mlp()
     optimizer = sgd(model)

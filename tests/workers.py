@@ -31,10 +31,15 @@ def serve(rank: int, store: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    from tests.eagerly import asked, eagerly
+
     torch.set_num_threads(1)
     warnings.simplefilter("error", UserWarning)
     # Scenarios leave windows open.
     warnings.filterwarnings("ignore", ".* ended with .* pending micro-steps")
+    if asked():
+        eagerly().__enter__()
+        warnings.filterwarnings("ignore", "the step runs eagerly")
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD,
         timeout=timedelta(seconds=PATIENCE / 2),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,9 +13,17 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
 from gradsync_fx import scaling
+from gradsync_fx._torch import tree_map_only
 from gradsync_fx.eager.deeds import Clip, Deed, Schedule, Update
 from gradsync_fx.eager.step import EagerStep
-from gradsync_fx.errors import CaptureError, NoOptimizerError, ReadBeforeBoundaryError
+from gradsync_fx.errors import (
+    CaptureError,
+    GradSyncWarning,
+    NoOptimizerError,
+    ReadBeforeBoundaryError,
+)
+from gradsync_fx.ops import OURS, TORCHS
+from gradsync_fx.planning import unmapped
 
 
 Settle = Callable[[int, frozenset[str]], bool]
@@ -35,7 +45,7 @@ class EagerCall:
         self.terms: dict[str, torch.Tensor] = {}
         self._versions: dict[str, int] = {}
         self.losses: list[torch.Tensor] = []
-        self.weight: Any = None
+        self.weight: torch.Tensor | None = None
         self.updated: dict[int, bool] = {}
         self._as_given: dict[str, tuple[torch.Tensor, int]] = {}
         self._norm: tuple[Any, ...] = ()
@@ -89,6 +99,8 @@ class EagerCall:
                 fix="call backward in the step, and optimizer.step() after it",
             )
         number = self._step.number_of(optimizer)
+        if self._step.part_of_optimizer(number) < 0:
+            raise unmapped(type(optimizer).__name__, "the step calls it, and no k is given for it")
         if any(isinstance(d, Update) and number in d.reads for d in self.deeds):
             raise CaptureError(
                 f"{type(optimizer).__name__}.step",
@@ -105,18 +117,33 @@ class EagerCall:
         """`scheduler.step()`: when the step has ended, and only after an update."""
         optimizer = getattr(scheduler, "optimizer", None)
         reads = (self._step.number_of(optimizer),) if optimizer is not None else ()
-        self.deeds.append(Schedule(reads, scheduler, tuple(args), tuple(kwargs.items())))
+        given = tree_map_only(torch.Tensor, torch.Tensor.detach, (tuple(args), dict(kwargs)))
+        self.deeds.append(Schedule(reads, scheduler, given[0], tuple(given[1].items())))
 
     def weigh(self, weight: Any) -> None:
         """`micro_batch_weight`."""
+        reduction = self._step.options.reduction
+        if reduction != "weighted" and not self._step.deeds:
+            warnings.warn(
+                f'micro_batch_weight has no effect with reduction="{reduction}"',
+                GradSyncWarning,
+                stacklevel=4,
+            )
         if self.weight is not None:
             raise CaptureError(
-                "micro_batch_weight",
+                f"micro_batch_weight, at {user_place()}",
                 seen="it is called twice in one call of the step",
                 wanted="one call, with the weight of the whole micro-batch",
                 fix="add the weights up first",
             )
-        self.weight = weight.detach() if isinstance(weight, torch.Tensor) else weight
+        self.weight = torch.as_tensor(weight, dtype=torch.float64).detach().cpu()
+        if self.weight.numel() != 1:
+            raise CaptureError(
+                f"micro_batch_weight, at {user_place()}",
+                seen=f"a tensor of shape {tuple(self.weight.shape)}",
+                wanted="one number for the micro-batch",
+                fix="pass the sum, or the number of tokens",
+            )
 
     def scaler(self, scaler: GradScaler, name: str) -> None:
         """A `GradScaler`'s methods."""
@@ -147,6 +174,9 @@ class EagerCall:
 
     def _reach(self, owners: tuple[int, ...]) -> bool:
         """These optimizers' gradients are looked at: they become the window's, where it ends with this call."""
+        parts = {self._step.part_of_optimizer(number) for number in owners}
+        if len(parts) > 1 and self._step.options.several_windows:
+            raise _entangled(sorted(self._step.held_by(owners[-1]))[0])
         for number in owners:
             if number in self.updated:
                 continue
@@ -176,6 +206,22 @@ def _changed(name: str) -> CaptureError:
         "a window they are this micro-step's alone",
         fix="use torch's clipping, or mend the step so that it can be captured: then such code runs at the boundary",
     )
+
+
+def _entangled(name: str) -> CaptureError:
+    return CaptureError(
+        f"clipping, at {user_place()}",
+        seen=f"it reads the gradient of {name!r}, which belongs to an optimizer with a window of its own",
+        wanted="optimizers whose gradients do not meet (in one clipping, say) when each has its own k",
+        fix="clip each optimizer's parameters apart, or give them one k",
+    )
+
+
+def user_place() -> str:
+    """`file:line` of the user's code that is running."""
+    frames = traceback.extract_stack()
+    own = [f for f in frames if not f.filename.startswith((TORCHS, OURS))]
+    return f"{own[-1].filename}:{own[-1].lineno}"
 
 
 def _read_early(step: EagerStep, number: int) -> ReadBeforeBoundaryError:

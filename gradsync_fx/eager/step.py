@@ -49,7 +49,7 @@ class EagerStep:
     """One user function with the objects that it was found to touch.
 
     why: the error that kept it from being captured. deeds: what the latest call did with its gradients. weighs: as in
-    `CapturedStep`.
+    `CapturedStep`. sums: the window's, by parameter name.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class EagerStep:
         sums: dict[str, torch.Tensor],
         why: CaptureError,
     ) -> None:
-        self.options, self.why, self._sums = options, why, sums
+        self.options, self.why, self.sums = options, why, sums
         seen = found.observed()
         parameters, buffers = named_tensors(seen)
         known = {id(p) for p in parameters.values()}
@@ -94,6 +94,11 @@ class EagerStep:
         return any(isinstance(deed, Update) for deed in self.deeds)
 
     @property
+    def can_close(self) -> bool:
+        """Whether it can take part in the end of a window: with an update where it `updates`."""
+        return self.updates or not self.options.manual
+
+    @property
     def speaks_in_every_call(self) -> bool:
         return self.setting.group is not None and (
             self.setting.broadcast_buffers == "every" and bool(self.capture.buffers)
@@ -109,7 +114,8 @@ class EagerStep:
 
     def in_turn(self, closing: Collection[int]) -> list[int]:
         """Optimizers of the closing parts, by number, in the order in which the step looks at their gradients."""
-        read = (i for deed in self.deeds if not isinstance(deed, Schedule) for i in deed.reads)
+        read = [i for deed in self.deeds if not isinstance(deed, Schedule) for i in deed.reads]
+        read = read if self.deeds else list(range(len(self.capture.optimizers)))
         return [i for i in dict.fromkeys(read) if self.part_of_optimizer(i) in closing]
 
     # What the step consists of.
@@ -149,8 +155,8 @@ class EagerStep:
 
     def reduce(self, names: Collection[str], divisor: float) -> None:
         """Sums over the ranks, divided; they become the parameters' gradients, and the sums zero."""
-        for group, bucket in self._buckets(sorted(names)):
-            flat = torch.cat([self._sums[name].view(-1) for name in bucket])
+        for group, bucket in self.buckets(sorted(names)):
+            flat = torch.cat([self.sums[name].view(-1) for name in bucket])
             wire = self.setting.wire_dtype or flat.dtype
             if group is not None:
                 # float16 ends at 65504: divided ahead of the wire, then.
@@ -160,10 +166,10 @@ class EagerStep:
                 flat = sent.to(flat.dtype) if ahead else sent.to(flat.dtype) / divisor
             else:
                 flat = flat / self._local(divisor)
-            sizes = [self._sums[name].numel() for name in bucket]
+            sizes = [self.sums[name].numel() for name in bucket]
             for name, piece in zip(bucket, flat.split(sizes), strict=True):
                 self._install(self.capture.parameters[name], piece)
-                self._sums[name].zero_()
+                self.sums[name].zero_()
 
     def _local(self, divisor: float) -> float:
         """For parameters that stay on their rank: a mean over this rank's share of the window."""
@@ -176,17 +182,18 @@ class EagerStep:
         else:
             parameter.grad.copy_(value)  # in place: clip_grad_norm_ holds the tensors by now
 
-    def _buckets(self, names: list[str]) -> Iterator[tuple[Any, list[str]]]:
+    def buckets(self, names: list[str]) -> Iterator[tuple[Any, list[str]]]:
+        """Names joined while group, dtype and device agree, each with the group to reduce over (None: none)."""
         group = self.setting.group
         open_buckets: dict[tuple[Any, ...], list[str]] = {}
         for name in names:
-            total, mine = self._sums[name], None if name in self.setting.ignored else group
+            total, mine = self.sums[name], None if name in self.setting.ignored else group
             key = (mine, total.dtype, total.device)
             bucket = open_buckets.setdefault(key, [])
             bucket.append(name)
             wire = self.setting.wire_dtype or total.dtype
             if (
-                sum(self._sums[n].numel() for n in bucket) * wire.itemsize
+                sum(self.sums[n].numel() for n in bucket) * wire.itemsize
                 >= self.setting.bucket_bytes
             ):
                 yield mine, open_buckets.pop(key)
@@ -198,7 +205,6 @@ class EagerStep:
         for deed in self.deeds:
             if not isinstance(deed, Schedule) and set(deed.reads) <= set(updated):
                 deed.repeat()
-        self.schedule(updated)
 
     def schedule(self, updated: Collection[int]) -> None:
         """Schedulers step once for each update."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Protocol
 from unittest import mock
 
@@ -79,7 +80,9 @@ def watching(
             answers.clip(clip_grad.clip_grad_norm_, parameters, run, {"max_norm": max_norm})
 
         def clip_value(run: Any, parameters: Any, clip_value: Any, *args: Any) -> None:
-            answers.clip(plain_clip_value, parameters, run, {"clip_value": clip_value})
+            held = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            run_held = partial(plain_clip_value, held, clip_value, *args)
+            answers.clip(plain_clip_value, held, run_held, {"clip_value": clip_value})
 
         def no_gradients(run: Any, owner: Any, *args: Any, **kwargs: Any) -> None:
             for p in owner.parameters() if isinstance(owner, nn.Module) else parameters_of(owner):

@@ -26,7 +26,9 @@ class EagerWindow:
     """Runs `function` in windows as the executor's counter has them. why: what kept it from being captured."""
 
     def __init__(self, function: Callable[..., Any], executor: Executor, why: CaptureError) -> None:
-        self._function, self._executor, self.why = function, executor, why
+        self._function, self._executor = function, executor
+        # Without its traceback, whose frames hold the step.
+        self.why = CaptureError(why.culprit, seen=why.seen, wanted=why.wanted, fix=why.fix)
         self._steps: dict[tuple[int, ...], EagerStep] = {}
         inner = inspect.unwrap(getattr(function, "__func__", function))
         self._globals: dict[str, Any] = getattr(inner, "__globals__", {})
@@ -67,6 +69,8 @@ class EagerWindow:
     def run(self, args: Any, kwargs: Any) -> Any:
         """One micro-step. A call that raises before its window ended leaves the window as it was."""
         executor, step = self._executor, self._step_for(args, kwargs)
+        if executor.catalogue.latest is not step or not step.deeds:
+            executor.drop_gradients(step.capture.parameters)
         opens = executor.window.pending == 0
         executor.accumulators.check_trainable(step, executor.next_place())
         executor.accumulators.make({}, step.capture.parameters, executor.options)
@@ -107,7 +111,10 @@ class _MicroStep:
         self._call = EagerCall(step, self._closes, self._settle, alone=alone)
 
     def _closes(self, number: int) -> bool:
-        if self._executor.options.manual:
+        options = self._executor.options
+        if options.reduction == "weighted" and self._call.weight is None:
+            return False  # not said yet: the window closes when the step has ended
+        if options.manual:
             return True
         return self._step.part_of_optimizer(number) in self._closing
 
@@ -124,11 +131,16 @@ class _MicroStep:
             if not ended and any(call.updated.values()):
                 self._end_window()  # parameters have changed: those parts of the window are over
         self._add([n for n in call.terms if n not in self._added])
-        step.deeds = call.deeds
+        if any(isinstance(deed, Update) for deed in call.deeds):
+            step.deeds = call.deeds
+            self._meet()
         if self._meeting is None or not self._closing:
             executor.window, executor.sync_gradients = self._after, False
             return result
         self._check_reached()
+        late = [i for i in step.in_turn(self._closing) if i not in call.updated]
+        call.updated.update({i: executor.settle(step, i, self._after) for i in late})
+        step.repeat([i for i in late if call.updated[i]])
         self._end_window()
         step.schedule([i for i, updated in call.updated.items() if updated])
         return result
@@ -150,13 +162,16 @@ class _MicroStep:
                     fix="call optimizer.step() on every call; when it takes effect is decided for you",
                 )
 
-    def _settle(self, number: int, held: frozenset[str]) -> bool:
-        if self._meeting is None:
-            everything = frozenset(range(len(self._after.parts)))
-            self._closing = everything
+    def _meet(self) -> None:
+        """The step itself says, by reaching its optimizer, that the window ends here."""
+        if self._meeting is None and self._executor.options.manual:
+            self._closing = frozenset(range(len(self._after.parts)))
             self._meeting = self._executor.meet(
-                self._step, BOUNDARY, everything, self._after, runs=True
+                self._step, BOUNDARY, self._closing, self._after, runs=True
             )
+
+    def _settle(self, number: int, held: frozenset[str]) -> bool:
+        self._meet()
         self._add([n for n in self._call.terms if n in held and n not in self._added])
         return self._executor.settle(self._step, number, self._after)
 
@@ -193,11 +208,11 @@ class _MicroStep:
             if call.weight is None:
                 raise CaptureError(
                     'reduction="weighted"',
-                    seen="the step runs eagerly, and has not said its weight by the time that a gradient is looked at",
+                    seen="the step does not say its weight",
                     wanted="one call of gradsync_fx.micro_batch_weight(w) in the step",
-                    fix="call it ahead of backward, in every branch of the step",
+                    fix="call it with the number of tokens (or samples), in every branch of the step",
                 )
-            weight = torch.as_tensor(call.weight, dtype=torch.float64).reshape(()).cpu()
+            weight = call.weight.reshape(())
         if options.skip_nonfinite:
             values = [*call.terms.values(), *call.losses, weight]
             if not all(bool(v.isfinite().all()) for v in values):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -16,27 +15,26 @@ from gradsync_fx.inspection.data import (
     Collective,
     GraphNode,
     Kept,
-    Parameter,
     ProgramInfo,
     Region,
-    Scale,
 )
 from gradsync_fx.inspection.flops import load_of
 from gradsync_fx.inspection.remarks import remarks
 from gradsync_fx.inspection.report import Report
+from gradsync_fx.inspection.tensors import (
+    dtype_name,
+    parameters,
+    scale,
+    size_in_bytes,
+    sizes,
+)
 from gradsync_fx.observed import readable
-from gradsync_fx.optimizer_state import parameters_of
 from gradsync_fx.options import Options
 from gradsync_fx.plan import Bucket
 from gradsync_fx.program import Kind, Program
 
 
 ROLES = ("forward", "backward", "gradient sync", "optimizer", "other")
-FORMULAS = {
-    "mean": "all-reduce(sum of g) / (micro-steps summed on all ranks)",
-    "sum": "all-reduce(sum of g) / ranks",
-    "weighted": "all-reduce(sum of w g) / all-reduce(sum of w)",
-}
 
 
 def describe(
@@ -81,12 +79,12 @@ def describe(
         kept=_kept(captured),
         refusals=_refusals(captured),
         moved=tuple(dict.fromkeys(m for c in captures for m in c.capture.moved)),
-        scale=_scale(captured, options),
+        scale=scale(captured.plan.accumulators, captured.names, captured.plan.wire_dtype, options),
         warnings=remarks(captures, options),
         unused_parameters=tuple(
             n for n in captured.capture.parameters if all(n not in c.names for c in captures)
         ),
-        parameters=_parameters(captured),
+        parameters=parameters(captured.capture, captured.plan.accumulators, captured.names),
         regions=_regions(graph),
         passes=tuple(e for c in captures for e in c.journal.entries),
         programs=_programs(captures),
@@ -141,9 +139,9 @@ def _graph(captured: CapturedStep, programs: dict[str, Program]) -> tuple[GraphN
                 module=modules.get(origin, "") if origin is not None else "",
                 line=ops.user_line(origin) if origin is not None and not slot else "",
                 inputs=tuple(s.name for s in node.all_input_nodes if s.name in names),
-                shape=_numbers(tensor.shape) if tensor is not None else (),
-                dtype=_dtype(tensor.dtype) if tensor is not None else "",
-                bytes=_bytes(tensor) if tensor is not None else 0,
+                shape=sizes(tensor.shape) if tensor is not None else (),
+                dtype=dtype_name(tensor.dtype) if tensor is not None else "",
+                bytes=size_in_bytes(tensor) if tensor is not None else 0,
                 parameter=slot.name if slot else "",
                 programs=("accumulate", "boundary")
                 if node.meta.get("origin") in shared
@@ -214,7 +212,7 @@ def _collective(
         op=bucket.reduction.op,
         group=bucket.reduction.group or "",
         ranks=captured.setting.world,
-        dtype=_dtype(dtype),
+        dtype=dtype_name(dtype),
         bytes=sum(leaf.parameter.numel() for leaf in leaves) * dtype.itemsize,
         programs=places,
         nodes=tuple([node, *gradients] if node else gradients),
@@ -245,36 +243,6 @@ def _refusals(captured: CapturedStep) -> tuple[str, ...]:
     )
 
 
-def _scale(captured: CapturedStep, options: Options) -> Scale:
-    sums = captured.plan.accumulators
-    names = [n for n in captured.names if n in sums]
-    accumulators = tuple(dict.fromkeys(_dtype(sums[n].dtype) for n in names))
-    wire = captured.plan.wire_dtype
-    return Scale(
-        reduction=options.reduction,
-        formula=FORMULAS[options.reduction],
-        accumulator_dtypes=accumulators,
-        wire_dtypes=(_dtype(wire),) if wire is not None else accumulators,
-    )
-
-
-def _parameters(captured: CapturedStep) -> tuple[Parameter, ...]:
-    owner = {id(p): type(o).__name__ for o in captured.capture.optimizers for p in parameters_of(o)}
-    sums = captured.plan.accumulators
-    return tuple(
-        Parameter(
-            name=name,
-            shape=_numbers(p.shape),
-            dtype=_dtype(p.dtype),
-            bytes=_bytes(p),
-            trained=name in captured.names,
-            accumulator_dtype=_dtype(sums[name].dtype) if name in sums else "",
-            optimizer=owner.get(id(p), ""),
-        )
-        for name, p in captured.capture.parameters.items()
-    )
-
-
 def _programs(captures: Sequence[CapturedStep]) -> tuple[ProgramInfo, ...]:
     found = []
     for captured in captures:
@@ -293,21 +261,3 @@ def _programs(captures: Sequence[CapturedStep]) -> tuple[ProgramInfo, ...]:
                 )
             )
     return tuple(found)
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _numbers(shape: Any) -> tuple[int, ...]:
-    """Sizes; a symbol by its hint."""
-    return tuple(
-        int(s) if isinstance(s, int) else int(getattr(s.node, "hint", 0) or 0) for s in shape
-    )
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    count = 1
-    for size in _numbers(tensor.shape):
-        count *= size
-    return count * tensor.element_size()
