@@ -14,12 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import memory
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
-import memory
 from placement import Place
+from torch import Tensor
 from traffic import sent_bytes, traffic_of
 from ways import WAYS, MicroStep, Setting
 from workloads import WORKLOADS, batches
@@ -112,9 +111,7 @@ def measure(task: Task, ranks: Ranks, tell: Tell) -> dict[str, Any]:
     return {"title": setting.workload.title, "parameters": parameters, "ways": found}
 
 
-def _started(
-    key: str, setting: Setting, data: list[Any], ranks: Ranks
-) -> tuple[Run | None, str]:
+def _started(key: str, setting: Setting, data: list[Any], ranks: Ranks) -> tuple[Run | None, str]:
     """A way, built and warm. Every rank goes on without it where one of them cannot run it."""
     run, complaint = None, ""
     ranks.meet()
@@ -181,9 +178,7 @@ def _result(run: Run) -> dict[str, Any]:
     }
 
 
-def _memory(
-    window: Callable[[], None], before: int | None, device: torch.device
-) -> dict[str, Any]:
+def _memory(window: Callable[[], None], before: int | None, device: torch.device) -> dict[str, Any]:
     now = memory.resting(device)
     grown = memory.growth(window, device)
     if now is None or before is None or grown is None:

@@ -1,4 +1,4 @@
-"""Where the ranks stand: on the loopback, in two network namespaces with a slow link between them, or one on each GPU."""
+"""Where the ranks stand: on the loopback, in two network namespaces with a slow link between, or one on each GPU."""
 
 import os
 import shutil
@@ -52,7 +52,19 @@ def slow_link() -> Iterator[Place]:
         for name in names:
             _ip("netns", "add", name)
             made.append(name)
-        _ip("-n", names[0], "link", "add", "link0", "type", "veth", "peer", "link0", "netns", names[1])
+        _ip(
+            "-n",
+            names[0],
+            "link",
+            "add",
+            "link0",
+            "type",
+            "veth",
+            "peer",
+            "link0",
+            "netns",
+            names[1],
+        )
         for rank, name in enumerate(names):
             _ip("-n", name, "address", "add", f"10.77.0.{1 + rank}/24", "dev", "link0")
             for link in ("lo", "link0"):

@@ -1,4 +1,4 @@
-"""The process of one rank: `rank.py TASK.json RANK`. Says on stdout what it is doing, writes its result beside the task."""
+"""The process of one rank: `rank.py TASK.json RANK`. Tells on stdout what it does; its result goes beside the task."""
 
 import json
 import sys
@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-
 from measure import Ranks, Task, measure
 from placement import Place
 

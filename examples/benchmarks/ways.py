@@ -1,23 +1,24 @@
 """The ways to train with a window of k micro-steps, each as people write it, behind one call.
 
-A way is built on every rank and then called for each micro-step: `way(batch, last)` computes the loss, accumulates, and,
-in the last micro-step of a window, reduces and updates. It returns the loss, not divided by k.
+A way is built on every rank and then called for each micro-step: `way(batch, last)` computes the loss, accumulates,
+and, in the last micro-step of a window, reduces and updates. It returns the loss, not divided by k.
 """
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._inductor.config
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
+from workloads import Workload
 
 import gradsync_fx
-from workloads import Workload
 
 
 MicroStep = Callable[[Any, bool], Tensor]
@@ -144,10 +145,19 @@ def _ddp(
     return micro_step
 
 
+@contextmanager
+def _python_reducing() -> Iterator[None]:
+    """torch's settings for DDP's Python reducer; its constructor sets Inductor's for the whole process, undone here."""
+    with (
+        torch._dynamo.config.patch(optimize_ddp="python_reducer", compiled_autograd=True),
+        torch._inductor.config.patch(_fuse_ddp_communication=True, _fuse_ddp_bucket_size=25),
+    ):
+        yield
+
+
 def _python_reducer(setting: Setting) -> MicroStep:
-    """DDP's hooks traced into the backward's graph; the settings hold for this way only."""
-    mode = {"optimize_ddp": "python_reducer", "compiled_autograd": True}
-    with torch._dynamo.config.patch(mode):
+    """DDP's hooks traced into the graph of the backward."""
+    with _python_reducing():
         ddp = setting.ddp(setting.model())
     optimizer = AdamW(ddp.parameters(), lr=RATE, fused=True)
 
@@ -159,7 +169,7 @@ def _python_reducer(setting: Setting) -> MicroStep:
         return loss
 
     def micro_step(batch: Any, last: bool) -> Tensor:
-        with torch._dynamo.config.patch(mode), nullcontext() if last else ddp.no_sync():
+        with _python_reducing(), nullcontext() if last else ddp.no_sync():
             loss = forward_backward(batch)
         if last:
             optimizer.step()
@@ -193,14 +203,11 @@ WAYS = {
     "accelerate": Way("Accelerate, `accumulate()`", _accumulate),
     "ddp": Way("DDP `no_sync`, bucket views", _ddp),
     "ddp-fused": Way("the same, `AdamW(fused=True)`", lambda s: _ddp(s, fused=True)),
-    "ddp-compiled": Way(
-        "the same, model compiled", lambda s: _ddp(s, fused=True, forward=True)
-    ),
+    "ddp-compiled": Way("the same, model compiled", lambda s: _ddp(s, fused=True, forward=True)),
     "ddp-compiled-update": Way(
         "DDP `no_sync`, model and optimizer step compiled",
         lambda s: _ddp(s, forward=True, update=True),
     ),
-    "ddp-python-reducer": Way("DDP `python_reducer`, compiled autograd", _python_reducer),
     "gradsync": Way("gradsync_fx", _gradsync, peer=False),
     "gradsync-bf16": Way(
         "gradsync_fx, bf16 wire",
@@ -215,4 +222,6 @@ WAYS = {
         peer=False,
         reduces=False,
     ),
+    # The last to be built: its DDP changes, for all that is compiled later, what Dynamo traces into.
+    "ddp-python-reducer": Way("DDP `python_reducer`, compiled autograd", _python_reducer),
 }

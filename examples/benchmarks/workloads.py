@@ -16,7 +16,7 @@ from torch import Generator, Tensor, nn
 
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # the GPT of the other examples
-from tiny_gpt import GPT  # noqa: E402  # known only from here on
+from tiny_gpt import GPT  # known only from here on
 
 
 @dataclass(frozen=True)
