@@ -14,11 +14,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import memory
 import torch
 import torch.distributed as dist
-from placement import Place
 from torch import Tensor
+
+import memory
+from placement import Place
 from traffic import sent_bytes, traffic_of
 from ways import WAYS, MicroStep, Setting
 from workloads import WORKLOADS, batches

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from matplotlib.figure import Figure
+
 from results import Comparison
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
 from measure import Ranks, Task, measure
 from placement import Place
 

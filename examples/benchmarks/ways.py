@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
-from workloads import Workload
 
 import gradsync_fx
+from workloads import Workload
 
 
 MicroStep = Callable[[Any, bool], Tensor]
