@@ -9,6 +9,7 @@ warm caches, for its start-up time and memory. The 1 Gbit link needs root: it is
 
 import argparse
 import json
+import os
 import platform
 import signal
 import sys
@@ -179,9 +180,9 @@ def machine(args: argparse.Namespace) -> dict[str, str]:
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "date": date.today().isoformat(),
-        "machine": f"{torch.get_num_threads()} thread(s) seen by torch, {model}"
-        + "".join(f", {g}" for g in gpus),
-        "versions": f"torch {torch.__version__}, Python {platform.python_version()}, gradsync_fx {gradsync_fx.__version__}",
+        "machine": f"{os.cpu_count()} cores, {model}" + "".join(f", {g}" for g in gpus),
+        "versions": f"torch {torch.__version__}, gradsync_fx {gradsync_fx.__version__}, "
+        f"Python {platform.python_version()}",
         "command": "gradient_sync_table.py " + " ".join(sys.argv[1:]),
         "threads": "one for each rank",
         "compiled with": args.backend,

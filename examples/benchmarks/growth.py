@@ -13,17 +13,19 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from rich.console import Console
 
 import gradsync_fx
 import memory
-from workloads import GPT, F
+from workloads import GPT
 
 
 # Where our stages begin; what one calls of another counts for the other.
@@ -155,9 +157,9 @@ def main() -> int:
     for layers in args.layers:
         with (
             console.status(f"{layers} layers"),
-            multiprocessing.get_context("spawn").Pool(1) as process,
+            ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process,
         ):
-            rows.append(process.apply(one, (layers,)))
+            rows.append(process.submit(one, layers).result())
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "growth.md").write_text(table(rows))
     (args.out / "growth.json").write_text(json.dumps(rows, indent=1) + "\n")
