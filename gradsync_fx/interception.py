@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -29,6 +30,7 @@ def intercepting(demanded: tuple[torch.Tensor, ...] = ()) -> Iterator[Observed]:
     """
     with ExitStack() as stack:
         seen = stack.enter_context(observing(demanded))
+        seen.answers = _of_libraries()
         stack.enter_context(
             dynamo_config.patch(
                 trace_autograd_ops=True,
@@ -45,6 +47,15 @@ def intercepting(demanded: tuple[torch.Tensor, ...] = ()) -> Iterator[Observed]:
         ):
             stack.enter_context(mock.patch.object(owner, name, new))
         yield seen
+
+
+def _of_libraries() -> answers.Answers:
+    """The answers at the calls of libraries that the program has imported itself: nothing is imported for the rest."""
+    if "accelerate.accelerator" in sys.modules:
+        from gradsync_fx.integrations import accelerate  # imports the library
+
+        return accelerate.ANSWERS
+    return []
 
 
 def _logging_functions() -> set[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -45,6 +45,7 @@ class Observed:
     """What one trace met: modules in the order of first touch, leaves by number, optimizers by handle."""
 
     demanded: tuple[torch.Tensor, ...] = ()
+    answers: Sequence[Any] = ()  # at other libraries' calls, ahead of those at torch's
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
     leaves: list[torch.Tensor] = field(default_factory=list)
     optimizers: list[Optimizer] = field(default_factory=list)

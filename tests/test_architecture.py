@@ -11,7 +11,7 @@ import gradsync_fx
 ROOT = Path(gradsync_fx.__file__).parent
 LAYERS = [
     ["errors"],
-    ["options", "_torch", "diagnosis", "diagnosis.graph", "diagnosis.findings"],
+    ["options", "_torch", "integrations", "diagnosis", "diagnosis.graph", "diagnosis.findings"],
     [
         "ops",
         "controls",
@@ -42,6 +42,7 @@ LAYERS = [
         "inspection.costs",
         "diagnosis.rules_of_gradients",
     ],
+    ["integrations.accelerate"],
     [
         "interception",
         "plan",
