@@ -11,7 +11,15 @@ import gradsync_fx
 ROOT = Path(gradsync_fx.__file__).parent
 LAYERS = [
     ["errors"],
-    ["options", "_torch", "integrations", "diagnosis", "diagnosis.graph", "diagnosis.findings"],
+    [
+        "options",
+        "_torch",
+        "integrations",
+        "integrations.lightning",
+        "diagnosis",
+        "diagnosis.graph",
+        "diagnosis.findings",
+    ],
     [
         "ops",
         "controls",
