@@ -73,7 +73,7 @@ LAYERS = [
     ["executor", "inspection.describe"],
     ["saving"],
     ["api"],
-    ["explain"],
+    ["explain", "integrations.transformers"],
     [""],
     ["commands", "commands.problems"],
     [

@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_

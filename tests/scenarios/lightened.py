@@ -1,4 +1,4 @@
-"""The same LightningModule, trained by Lightning's Trainer and through `optimize`, on one rank (None) or as one of two."""
+"""The same LightningModule, trained by Lightning and through `optimize`: on one rank (None), or as one of two."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import lightning.pytorch as L
 import torch
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy
-
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader
 
@@ -85,7 +84,7 @@ def _clip(how: dict[str, Any]) -> dict[str, Any]:
 def theirs(rank: int | None, how: dict[str, Any], data: list[Batch], k: int) -> tuple[Run, float]:
     """Lightning's own loop; it divides a short window by k as well, which `short` undoes."""
     rest = len(data) % k
-    short = {i: k / rest for i in range(len(data) - rest, len(data))}
+    short = dict.fromkeys(range(len(data) - rest, len(data)), k / rest)
     module, recorder = Regressor(how, short), _Recorder()
     more: dict[str, Any] = {"devices": 1}
     if rank is not None:
