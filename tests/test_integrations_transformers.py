@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Trainer
 
 import gradsync_fx
-from gradsync_fx.integrations.transformers import GradSyncTrainer
+from gradsync_fx.integrations.transformers import GradSyncTrainer, GradSyncTrainerMixin
 from tests.reference import assert_bitwise, assert_same_tensors
 from tests.refusals import refused
 from tests.scenarios import trained
@@ -111,11 +112,21 @@ def test_a_stream_that_ends_inside_a_window(tmp_path: Path) -> None:
         trained.trained(True, how, str(tmp_path))
 
 
+class _Steps(Trainer):
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Would do something of its own."""
+
+
+class Stepping(GradSyncTrainerMixin, _Steps):
+    pass
+
+
 @pytest.mark.parametrize(
     ("what", "culprit"),
     [
         ({"gradsync_options": {"reduction": "mean"}}, "gradsync_options['reduction']"),
         ({"arguments": {"torch_compile": True}}, "torch_compile"),
+        ({"class": Stepping}, "_Steps.training_step"),
     ],
     ids=str,
 )
@@ -124,9 +135,8 @@ def test_refused(what: dict[str, Any], culprit: str, tmp_path: Path) -> None:
         args = trained.TrainingArguments(
             str(tmp_path), use_cpu=True, report_to="none", **what.get("arguments", {})
         )
-        GradSyncTrainer(
-            trained.model_of("bert"), args, gradsync_options=what.get("gradsync_options")
-        )
+        kind = what.get("class", GradSyncTrainer)
+        kind(trained.model_of("bert"), args, gradsync_options=what.get("gradsync_options"))
 
     with launched(None), warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -181,3 +181,13 @@ def _check(trainer: Any) -> None:
                 wanted="one device for each process, whole copies of the model, float32 or bf16=True",
                 fix="leave it out, or use transformers.Trainer",
             )
+    below = super(GradSyncTrainerMixin, trainer)
+    for name in ("training_step", "compute_loss_context_manager"):
+        found = getattr(below, name).__func__
+        if found is not getattr(Trainer, name):
+            raise OptionError(
+                found.__qualname__,
+                seen="it is overridden, and the step that is traced would go without it",
+                wanted="a Trainer whose step is a loss, its backward and its update",
+                fix="override compute_loss instead; it is traced",
+            )
