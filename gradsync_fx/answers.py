@@ -8,11 +8,14 @@ micro_batch_weight(w)   a note of w
 GradScaler              refused by name; nothing, where it is not enabled
 no_sync()               nothing; remembered for the report
 ddp(x)                  ddp.module(x): the reducer never fires; its duties are taken over by the runtime
+
+Answers at other libraries' calls are in integrations/, in the same form.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -56,7 +59,7 @@ from gradsync_fx.ops import Role
 from gradsync_fx.optimizer_state import parameters_of
 
 
-class _Call(VariableTracker):
+class Call(VariableTracker):
     """A bound method whose call is answered by `answer(tx, owner, args, kwargs)`."""
 
     def __init__(self, owner: Any, answer: Callable[..., Any], **kwargs: Any) -> None:
@@ -68,7 +71,8 @@ class _Call(VariableTracker):
         return self.answer(tx, self.owner, list(args), dict(kwargs))
 
 
-def _call(tx: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+def call(tx: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Dynamo's variable for the result of a function, the arguments being variables, too."""
     return VariableTracker.build(tx, function).call_function(tx, list(args), kwargs)
 
 
@@ -77,8 +81,8 @@ def note(tx: Any, value: Any, role: Role, index: int = 0) -> None:
     seen = observed().in_graph(tx.output)
     with no_grad(tx):
         if seen.chain is None:
-            seen.chain = _call(tx, torch.zeros, const(0))
-        seen.chain = _call(tx, ops.NOTE, seen.chain, value, const(int(role)), const(index))
+            seen.chain = call(tx, torch.zeros, const(0))
+        seen.chain = call(tx, ops.NOTE, seen.chain, value, const(int(role)), const(index))
 
 
 def backward(
@@ -110,7 +114,7 @@ def backward(
     if create_graph is not None:
         kwargs["create_graph"] = create_graph
     args = [self, TupleVariable(leaves)] + ([] if is_none(gradient) else [gradient])
-    grads = _call(tx, torch.autograd.grad, *args, **kwargs)
+    grads = call(tx, torch.autograd.grad, *args, **kwargs)
     note(tx, self.call_method(tx, "detach", [], {}), Role.LOSS)
     with no_grad(tx):
         for i, var in enumerate(leaves):
@@ -120,7 +124,7 @@ def backward(
         for parameter in observed().demanded:
             var = reach(tx, parameter)
             if is_none(pending_grad(tx, var)):
-                _add_gradient(tx, var, parameter, _call(tx, torch.zeros_like, var))
+                _add_gradient(tx, var, parameter, call(tx, torch.zeros_like, var))
     return const(None)
 
 
@@ -132,17 +136,17 @@ def _add_gradient(tx: Any, var: Any, real: Any, grad: Any) -> None:
         seen = observed()
         if has_hooks(real):
             seen.hooked.append(real)
-        grad = _call(tx, ops.LEAF_GRAD, grad, const(seen.leaf_index(real)))
+        grad = call(tx, ops.LEAF_GRAD, grad, const(seen.leaf_index(real)))
     set_grad(tx, var, grad)
 
 
-def _optimizer_step(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+def optimizer_step(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     optimizer: Optimizer = owner.value
     closure: Any = kwargs.get("closure", args[0] if args else None)
     result = const(None)
     if closure is not None and not is_none(closure):
         result = closure.call_function(tx, [], {})
-    _guard_identity(owner)
+    guard_identity(owner)
     which: list[Any] = []
     params: list[Any] = []
     grads: list[Any] = []
@@ -158,7 +162,7 @@ def _optimizer_step(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]
     if not params:
         return result
     with no_grad(tx):
-        new = _call(
+        new = call(
             tx,
             ops.UPDATE,
             const(handle),
@@ -187,7 +191,7 @@ def _check_groups(tx: Any, optimizer: Optimizer) -> None:
             )
 
 
-def _guard_identity(owner: Any) -> None:
+def guard_identity(owner: Any) -> None:
     if owner.source is not None:
         install_guard(owner.source.make_guard(GuardBuilder.ID_MATCH))
 
@@ -200,7 +204,7 @@ def _drop(tx: Any, parameters: Iterable[torch.Tensor]) -> Any:
     return const(None)
 
 
-def _optimizer_zero_grad(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+def optimizer_zero_grad(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     return _drop(tx, parameters_of(owner.value))
 
 
@@ -209,11 +213,18 @@ def _module_zero_grad(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, An
 
 
 def _scheduler_step(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    _guard_identity(owner)
+    guard_identity(owner)
+    return after_update(
+        tx, owner.value, getattr(owner.value, "optimizer", None), [*args, *kwargs.values()]
+    )
+
+
+def after_update(tx: Any, owner: Any, optimizer: Optimizer | None, values: list[Any]) -> Any:
+    """`owner.step(*values)` becomes a call of the host, after each update of `optimizer`."""
     seen = observed().in_graph(tx.output)
     arguments: list[tuple[str, Any]] = []
     taken = sum(kind != "constant" for call in seen.host_calls for kind, _ in call.arguments)
-    for value in [*args, *kwargs.values()]:
+    for value in values:
         if value.is_python_constant():
             arguments.append(("constant", value.as_python_constant()))
             continue
@@ -221,15 +232,14 @@ def _scheduler_step(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]
         note(tx, _as_tensor(tx, value), Role.HOST, taken)
         arguments.append((kind, taken))
         taken += 1
-    optimizer = getattr(owner.value, "optimizer", None)
-    seen.host_calls.append(HostCall(owner.value, optimizer, tuple(arguments)))
+    seen.host_calls.append(HostCall(owner, optimizer, tuple(arguments)))
     return const(None)
 
 
 def _as_tensor(tx: Any, value: Any) -> Any:
     if not isinstance(value, TensorVariable):
         # Added, not filled in: a fill would make a constant of a number that changes with every call.
-        zero = _call(tx, torch.zeros, TupleVariable([]), dtype=const(torch.float64))
+        zero = call(tx, torch.zeros, TupleVariable([]), dtype=const(torch.float64))
         value = zero.call_method(tx, "add", [value], {})
     return value.call_method(tx, "detach", [], {})
 
@@ -265,7 +275,7 @@ def _scaler(name: str) -> Callable[..., Any]:
     return answer
 
 
-def _no_sync(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+def no_sync(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     seen = observed().in_graph(tx.output)
     seen.no_syncs.append(NoSync(line_of(tx), seen.forwards))
     return NullContextVariable()
@@ -298,12 +308,22 @@ def stays_constant(value: Any, source: Any) -> bool:
 
 
 _plain_stays_constant: Any = vars(dynamo_builder)["is_int_specialization_case"]
-_ANSWERS: list[tuple[type, tuple[str, ...], Callable[..., Any]]] = [
-    (Optimizer, ("step",), _optimizer_step),
-    (Optimizer, ("zero_grad",), _optimizer_zero_grad),
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """An answer at an attribute that is read, not called: `of(tx, owner)`."""
+
+    of: Callable[[Any, Any], Any]
+
+
+Answers = list[tuple[type, tuple[str, ...], Callable[..., Any] | Value]]
+_ANSWERS: Answers = [
+    (Optimizer, ("step",), optimizer_step),
+    (Optimizer, ("zero_grad",), optimizer_zero_grad),
     (nn.Module, ("zero_grad",), _module_zero_grad),
     (LRScheduler, ("step",), _scheduler_step),
-    (DistributedDataParallel, ("no_sync",), _no_sync),
+    (DistributedDataParallel, ("no_sync",), no_sync),
     (type(TRACED), ("weigh",), _weigh),
     (type(TRACED), ("end",), _end),
     *((GradScaler, (name,), _scaler(name)) for name in ("scale", "unscale_", "step", "update")),
@@ -318,7 +338,7 @@ def var_getattr(self: Any, tx: Any, name: str) -> Any:
         observed().saw_module(self.source.name if self.source is not None else "", value, self)
         if name == "module" and isinstance(value, DistributedDataParallel):
             observed().in_graph(tx.output).forwards += 1
-    for owner, attributes, answer in _ANSWERS:
+    for owner, attributes, answer in chain(observed().answers, _ANSWERS):
         if name in attributes and isinstance(value, owner):
-            return _Call(self, answer)
+            return answer.of(tx, self) if isinstance(answer, Value) else Call(self, answer)
     return _plain_getattr(self, tx, name)

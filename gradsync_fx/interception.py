@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from unittest import mock
@@ -28,6 +29,7 @@ def intercepting(fresh: Observed) -> Iterator[Observed]:
     """Patches Dynamo for one trace, which fills `fresh`. Everything is restored at the end."""
     with ExitStack() as stack:
         seen = stack.enter_context(observing(fresh))
+        seen.answers = _of_libraries()
         stack.enter_context(
             dynamo_config.patch(
                 trace_autograd_ops=True,
@@ -54,3 +56,12 @@ def intercepting(fresh: Observed) -> Iterator[Observed]:
         ):
             stack.enter_context(mock.patch.object(owner, name, new))
         yield seen
+
+
+def _of_libraries() -> answers.Answers:
+    """The answers at the calls of libraries that the program has imported itself: nothing is imported for the rest."""
+    if "accelerate.accelerator" in sys.modules:
+        from gradsync_fx.integrations import accelerate  # imports the library
+
+        return accelerate.ANSWERS
+    return []

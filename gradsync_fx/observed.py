@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import CodeType
@@ -57,6 +57,7 @@ class Observed:
     demanded: tuple[torch.Tensor, ...] = ()
     behind: frozenset[CallSite] = frozenset()
     read_lists: frozenset[int] = frozenset()
+    answers: Sequence[Any] = ()  # at other libraries' calls, ahead of those at torch's
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
     leaves: list[torch.Tensor] = field(default_factory=list)
     optimizers: list[Optimizer] = field(default_factory=list)

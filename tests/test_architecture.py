@@ -11,7 +11,15 @@ import gradsync_fx
 ROOT = Path(gradsync_fx.__file__).parent
 LAYERS = [
     ["errors"],
-    ["options", "_torch", "diagnosis", "diagnosis.graph", "diagnosis.findings"],
+    [
+        "options",
+        "_torch",
+        "integrations",
+        "integrations.lightning",
+        "diagnosis",
+        "diagnosis.graph",
+        "diagnosis.findings",
+    ],
     [
         "ops",
         "controls",
@@ -43,6 +51,7 @@ LAYERS = [
         "inspection.costs",
         "diagnosis.rules_of_gradients",
     ],
+    ["integrations.accelerate"],
     [
         "interception",
         "plan",
@@ -65,7 +74,7 @@ LAYERS = [
     ["executor", "inspection.describe"],
     ["saving"],
     ["api"],
-    ["explain", "backend"],
+    ["explain", "backend", "integrations.transformers"],
     [""],
     ["commands", "commands.problems"],
     [
