@@ -25,7 +25,7 @@ from gradsync_fx.catalogue import Catalogue, Found
 from gradsync_fx.eager.step import EagerStep
 from gradsync_fx.errors import GradSyncWarning, WindowError
 from gradsync_fx.module_buffers import ModuleBuffers
-from gradsync_fx.options import Options, check_steps
+from gradsync_fx.options import Options
 from gradsync_fx.planning import Setting
 from gradsync_fx.presence import in_job
 from gradsync_fx.ranks import (
@@ -38,6 +38,7 @@ from gradsync_fx.ranks import (
     check_replicas,
     check_same_layout,
 )
+from gradsync_fx.refusals import changed_steps, no_call_yet, no_common_tail, nothing_captured
 from gradsync_fx.regions import check_deferrable
 from gradsync_fx.window import WindowState
 
@@ -278,7 +279,7 @@ class Executor:
         ready = target is not None and not (runs and any(captured.regions.stages.values()))
         rows = self._line.gather([float(ready), *self._weights(captured, self.window)])
         if target is None or not all(row[0] for row in rows):
-            raise _no_common_tail([rank for rank, row in enumerate(rows) if not row[0]])
+            raise no_common_tail([rank for rank, row in enumerate(rows) if not row[0]])
         totals = [sum(column) for column in zip(*(row[1:] for row in rows), strict=True)]
         updated = frozenset(part for part in closing if totals[part] > 0) if names else NONE
         if updated:
@@ -314,7 +315,7 @@ class Executor:
         names = self._line.names([n for n in self.accumulators.in_window if n in held])
         rows = self._line.gather([float(ready), *self._weights(eager, after)])
         if names and not all(row[0] for row in rows):
-            raise _no_call_yet([rank for rank, row in enumerate(rows) if not row[0]])
+            raise no_call_yet([rank for rank, row in enumerate(rows) if not row[0]])
         totals = [sum(column) for column in zip(*(row[1:] for row in rows), strict=True)]
         if not names or totals[part] <= 0:
             return False
@@ -336,7 +337,7 @@ class Executor:
         captured = self.catalogue.closer()
         if captured is None:
             if self.window.pending or in_job() is not None:
-                raise _nothing_captured("flush")
+                raise nothing_captured("flush")
             return
         updated = False
         while True:
@@ -353,7 +354,7 @@ class Executor:
         """A slot without data."""
         captured = self.catalogue.closer()
         if captured is None:
-            raise _nothing_captured("skip")
+            raise nothing_captured("skip")
         if self.options.manual:
             raise WindowError(
                 "skip",
@@ -381,56 +382,10 @@ class Executor:
 
     def set_steps(self, k: Any) -> None:
         """Another window length, at a boundary."""
-        check_steps(k)
-        if self.window.pending and k != self.options.gradient_accumulation_steps:
-            raise WindowError(
-                "gradient_accumulation_steps",
-                seen=f"k changed from {self.options.gradient_accumulation_steps} to {k} with {self.window.pending} "
-                "pending micro-steps",
-                wanted="a change between two windows",
-                fix="call step.flush() or step.discard() first",
-            )
-        before = self.options.gradient_accumulation_steps
-        mapped = isinstance(before, Mapping) and isinstance(k, Mapping) and set(before) == set(k)
-        changed = self.options.with_steps({o: k[o] for o in before} if mapped else k)  # type: ignore[union-attr]
-        alike = mapped or not (isinstance(before, Mapping) or isinstance(k, Mapping))
-        if not alike or changed.manual != self.options.manual:
-            raise WindowError(
-                "gradient_accumulation_steps",
-                seen=f"{self.options.gradient_accumulation_steps!r} became {k!r}",
-                wanted="the same kind of value: a number, or a mapping of the same optimizers",
-                fix="make a step of its own for it: gradsync_fx.optimize(train_step, ...)",
-            )
+        changed = changed_steps(self.options, k, self.window.pending)
         if changed.accumulates:
             for captured in self.captures:
                 check_deferrable(captured.capture.step, captured.regions)
         self.options = changed
         if isinstance(self.catalogue.latest, EagerStep):
             self.catalogue.latest.options = changed
-
-
-def _nothing_captured(what: str) -> WindowError:
-    return WindowError(
-        what,
-        seen="this rank has captured nothing yet that reaches an update",
-        wanted=f"at least one call, or prepare, before {what}",
-        fix="call step.prepare(...) first",
-    )
-
-
-def _no_call_yet(ranks: list[int]) -> WindowError:
-    return WindowError(
-        f"the window of ranks {ranks}",
-        seen="the step runs eagerly, and these ranks have not called it yet: how an update is made is seen in a call",
-        wanted="one call of the step on every rank before a window is closed without data",
-        fix="call the step once on every rank",
-    )
-
-
-def _no_common_tail(ranks: list[int]) -> WindowError:
-    return WindowError(
-        f"the window of ranks {ranks}",
-        seen="the ranks' micro-steps gave gradients to different parameters, and these ranks cannot update all of them",
-        wanted="one set of parameters in a window, or steps that can be captured for the union",
-        fix="call step.prepare(...) once for each branch of the step on every rank before training",
-    )

@@ -1,0 +1,61 @@
+"""What the runtime refuses: windows that cannot be closed, or whose length cannot be changed, as asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gradsync_fx.errors import WindowError
+from gradsync_fx.options import Options, check_steps
+
+
+def nothing_captured(what: str) -> WindowError:
+    return WindowError(
+        what,
+        seen="this rank has captured nothing yet that reaches an update",
+        wanted=f"at least one call, or prepare, before {what}",
+        fix="call step.prepare(...) first",
+    )
+
+
+def no_call_yet(ranks: list[int]) -> WindowError:
+    return WindowError(
+        f"the window of ranks {ranks}",
+        seen="the step runs eagerly, and these ranks have not called it yet: how an update is made is seen in a call",
+        wanted="one call of the step on every rank before a window is closed without data",
+        fix="call the step once on every rank",
+    )
+
+
+def no_common_tail(ranks: list[int]) -> WindowError:
+    return WindowError(
+        f"the window of ranks {ranks}",
+        seen="the ranks' micro-steps gave gradients to different parameters, and these ranks cannot update all of them",
+        wanted="one set of parameters in a window, or steps that can be captured for the union",
+        fix="call step.prepare(...) once for each branch of the step on every rank before training",
+    )
+
+
+def changed_steps(options: Options, k: Any, pending: int) -> Options:
+    """The options with another window length. Raises `WindowError` inside a window, and for another kind of value."""
+    check_steps(k)
+    if pending and k != options.gradient_accumulation_steps:
+        raise WindowError(
+            "gradient_accumulation_steps",
+            seen=f"k changed from {options.gradient_accumulation_steps} to {k} with {pending} "
+            "pending micro-steps",
+            wanted="a change between two windows",
+            fix="call step.flush() or step.discard() first",
+        )
+    before = options.gradient_accumulation_steps
+    mapped = isinstance(before, Mapping) and isinstance(k, Mapping) and set(before) == set(k)
+    changed = options.with_steps({o: k[o] for o in before} if mapped else k)  # type: ignore[union-attr]
+    alike = mapped or not (isinstance(before, Mapping) or isinstance(k, Mapping))
+    if not alike or changed.manual != options.manual:
+        raise WindowError(
+            "gradient_accumulation_steps",
+            seen=f"{options.gradient_accumulation_steps!r} became {k!r}",
+            wanted="the same kind of value: a number, or a mapping of the same optimizers",
+            fix="make a step of its own for it: gradsync_fx.optimize(train_step, ...)",
+        )
+    return changed
