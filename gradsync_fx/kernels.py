@@ -214,10 +214,12 @@ def _scaling(gradient: Node) -> tuple[Node, list[Node]]:
     """The tensor that a gradient is made of, and the ops on it that need no other tensor with dimensions."""
     steps: list[Node] = []
     while gradient.op == "call_function":
-        tensors = [n for n in gradient.all_input_nodes if n.meta["val"].dim()]
         tags = getattr(gradient.target, "tags", ())
         cast = gradient.target is torch.ops.prims.convert_element_type.default
-        if not (cast or torch.Tag.pointwise in tags) or len(tensors) != 1:
+        if not (cast or torch.Tag.pointwise in tags):
+            break
+        tensors = [n for n in gradient.all_input_nodes if n.meta["val"].dim()]
+        if len(tensors) != 1:
             break
         if tensors[0].meta["val"].shape != gradient.meta["val"].shape:
             break

@@ -19,6 +19,7 @@ from gradsync_fx._torch import (
     select_decomp_table,
     tracing,
 )
+from gradsync_fx.fusible import norms_as_sums, write_early
 from gradsync_fx.inlining import copy_module, inline_bodies
 from gradsync_fx.kernels import cut_updates, run_calls
 from gradsync_fx.options import Options
@@ -55,6 +56,8 @@ def _inductor(program: Program, fake_mode: Any, options: Options) -> Compiled:
     module = copy_module(program.module)
     cut = cut_updates(module)
     inline_bodies(module, fake_mode)
+    norms_as_sums(module, fake_mode)
+    write_early(module)
     main = _compiled(module, program.inputs(), fake_mode, patches)
     if not cut.calls:
         return main

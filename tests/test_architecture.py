@@ -55,7 +55,7 @@ LAYERS = [
         "diagnosis.rules",
     ],
     ["capture", "inspection.text", "inspection.graphs", "diagnose"],
-    ["passes.sums", "passes.base", "verify", "planning", "inlining", "inspection.report"],
+    ["passes.sums", "passes.base", "verify", "planning", "inlining", "fusible", "inspection.report"],
     ["kernels"],
     ["lowering"],
     ["passes.bucket", "passes.update"],
