@@ -32,8 +32,11 @@ class Members(list[Any]):
 
 def find_alike(
     optimizer: Optimizer, which: tuple[int, ...], state: dict[int, State]
-) -> dict[int, list[int]]:
-    """Positions to trace, and for each the positions that it stands for, itself first."""
+) -> tuple[dict[int, list[int]], list[tuple[int, int]]]:
+    """Positions to trace, and for each the positions that it stands for, itself first.
+
+    And the pairs of positions that are alike and traced both.
+    """
     flat = [(gi, p) for gi, group in enumerate(optimizer.param_groups) for p in group["params"]]
     kinds: dict[Any, list[int]] = {}
     for i in which:
@@ -41,17 +44,23 @@ def find_alike(
         held = tuple((key, _form(value)) for key, value in state.get(i, {}).items())
         kinds.setdefault((group, form_of(parameter), held), []).append(i)
     alike: dict[int, list[int]] = {}
-    doubled: set[int] = set()
+    pairs: dict[int, tuple[int, int]] = {}
     for (group, _, _), positions in kinds.items():
         first, *others = positions
-        if others and group not in doubled:
-            doubled.add(group)
-            alike[others.pop(0)] = []
+        if others and group not in pairs:
+            pairs[group] = (first, others.pop(0))
+            alike[pairs[group][1]] = []
         alike[first] = [first, *others]
     for first, positions in alike.items():
         if not positions:
             positions.append(first)
-    return dict(sorted(alike.items()))
+    return dict(sorted(alike.items())), list(pairs.values())
+
+
+def treated_alike(calls: list[Call], pairs: list[tuple[int, int]]) -> bool:
+    """Whether both of each pair are updated by the same arithmetic with the same numbers."""
+    of = {call.params[0]: (call.body, call.scalars) for call in calls}
+    return all(of[one] == of[other] for one, other in pairs)
 
 
 def _form(value: Any) -> Any:

@@ -34,7 +34,7 @@ from gradsync_fx._torch import (
     ShapeEnv,
     make_fx,
 )
-from gradsync_fx.alike import Members, find_alike, for_all_calls, for_all_places
+from gradsync_fx.alike import Members, find_alike, for_all_calls, for_all_places, treated_alike
 from gradsync_fx.bodies import Call, Place, split, whole
 from gradsync_fx.counters import Counter, is_counter, plain
 from gradsync_fx.errors import UpdateError
@@ -117,10 +117,10 @@ def trace_update(
     state: by position, what `optimizer.state` holds or will hold. Raises `UpdateError` when the optimizer's code
     cannot be traced (data-dependent control flow, for instance).
     """
-    alike = find_alike(optimizer, which, state)
+    alike, pairs = find_alike(optimizer, which, state)
     if len(alike) < len(which):
         few = _with_or_without_counters(optimizer, tuple(alike), state, decompositions)
-        if len(few.calls) == len(alike):
+        if len(few.calls) == len(alike) and treated_alike(few.calls, pairs):
             return _for_all(few, which, alike, state)
     return _with_or_without_counters(optimizer, which, state, decompositions)
 
