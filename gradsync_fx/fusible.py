@@ -1,7 +1,7 @@
-"""What a compiler needs to see to keep a boundary's memory traffic low: norms as sums, and sums written where they are made.
+"""What a compiler needs to see to move little memory: norms as sums, and sums written where they are made.
 
-foreach_norm([a, b], 2)[i]   ->   sqrt(sum(a * a))    a kernel of its own over values that would have to be stored first;
-                                                      as plain ops it is part of the pass that makes the values
+foreach_norm([a, b], 2)[i]   ->   sqrt(sum(a * a))    part of the loop that makes the values; the op for many tensors is
+                                                      opaque, and reads values that were stored for it
 copy_(acc, acc + g), last    ->   the same, right behind the sum: the gradient's memory is free for the next one
 """
 

@@ -124,19 +124,20 @@ class _Cutter:
             if len(item.users) > 1:
                 return None
         written = {argument(copy, 0) for copy in found.values()}
-        for node in call.args:
+        inputs: list[Any] = list(call.args)
+        for node in inputs:
             others = len(self.writes.get(node, ())) - (node in written)
-            zeroed = node is call.args[1] and node in self.resets
+            zeroed = node is inputs[1] and node in self.resets
             if node in self.position and others and not zeroed:
                 return None
-        return found if call.args[0] in written else None
+        return found if inputs[0] in written else None
 
     def _cut_call(self, call: Node, copies: dict[int, Node]) -> None:
         body = self.module.get_submodule(str(call.target))
         total, scaling = _scaling(argument(call, 1))
         raw = self._sum_in_place(total)
         resets = raw in self.resets
-        inputs = list(call.args)
+        inputs: list[Any] = list(call.args)
         written = {i: argument(copy, 0) for i, copy in sorted(copies.items())}
         beside = [n for n in inputs[2:] if n.meta["val"].dim() and n not in written.values()]
         full = [*written.values(), raw, *beside]
@@ -207,7 +208,7 @@ def _lasts(node: Node) -> bool:
 
 
 def _is_zeros(node: Any) -> bool:
-    return isinstance(node, Node) and node.target is _aten.full.default and node.args[1] == 0
+    return isinstance(node, Node) and node.target is _aten.full.default and argument(node, 1) == 0
 
 
 def _scaling(gradient: Node) -> tuple[Node, list[Node]]:
@@ -243,7 +244,7 @@ def _kernel(
     module = GraphModule({}, Graph())
     graph = module.graph
     # A hint for the compiler's heuristics, no more.
-    dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+    dynamic: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
     sample = mode.from_tensor(
         torch.empty(4096), symbolic_context=dynamic, source=ConstantSource("n")
     )

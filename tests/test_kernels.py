@@ -105,7 +105,7 @@ def test_parameters_of_other_layouts() -> None:
     """Dense in another order, and with gaps: one is a flat view of its memory, the other runs as it stands."""
     model = mlp()
     model[0].weight = nn.Parameter(torch.randn(8, 16).t())
-    model[2].weight = nn.Parameter(torch.randn(*model[2].weight.shape, 2)[..., 0])
+    model[2].weight = nn.Parameter(model[2].weight.detach().unsqueeze(-1).repeat(1, 1, 2)[..., 0])
     program = boundary_of(plain_step, model, torch.optim.AdamW(model.parameters(), lr=0.1))
     assert_cut_computes_the_same(program, flat=True)
 
