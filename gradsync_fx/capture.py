@@ -231,6 +231,7 @@ def _named_tensors(seen: Observed) -> tuple[dict[str, torch.Tensor], dict[str, t
     buffers: dict[str, torch.Tensor] = {}
     for source, root in seen.roots():
         inner = root.module if isinstance(root, DistributedDataParallel) else root
+        wrapped = _has_inner_ddp(inner)
         for found, named in (
             (parameters, inner.named_parameters()),
             (buffers, inner.named_buffers()),
@@ -238,7 +239,7 @@ def _named_tensors(seen: Observed) -> tuple[dict[str, torch.Tensor], dict[str, t
             for name, tensor in named:
                 if any(tensor is t for t in found.values()):
                     continue
-                name = name.replace(".module.", ".") if _has_inner_ddp(inner) else name
+                name = name.replace(".module.", ".") if wrapped else name
                 found[f"{readable(source)}.{name}" if name in found else name] = tensor
     return parameters, buffers
 
