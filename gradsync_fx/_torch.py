@@ -83,10 +83,13 @@ try:
     from torch._logging._internal import trace_structured
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.distributed.distributed_c10d import _get_default_store as default_store
+    from torch.fx._lazy_graph_module import _make_graph_module as make_graph_module
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module as lazy_graph_modules
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import (
         DimDynamic,
         ShapeEnv,
+        StatelessSymbolicContext,
         compute_unbacked_bindings,
     )
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
@@ -136,6 +139,7 @@ __all__ = [
     "NullContextVariable",
     "OptimizerVariable",
     "ShapeEnv",
+    "StatelessSymbolicContext",
     "TensorVariable",
     "TorchDynamoException",
     "TracingContext",
@@ -158,9 +162,11 @@ __all__ = [
     "inductor_globals",
     "inductor_joint_passes",
     "install_guard",
+    "lazy_graph_modules",
     "list_mode_options",
     "lookup_backend",
     "make_fx",
+    "make_graph_module",
     "select_decomp_table",
     "stable_topological_sort",
     "trace_structured",

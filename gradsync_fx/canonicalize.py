@@ -1,6 +1,8 @@
-"""One spelling for what later stages match: today, a functional copy onto something of the same form is its source."""
+"""One spelling for what later stages match: functional copies, and scaling of many tensors at once."""
 
 from __future__ import annotations
+
+import operator
 
 import torch
 from torch.fx import GraphModule
@@ -8,11 +10,39 @@ from torch.fx import GraphModule
 from gradsync_fx.ops import argument
 
 
+_aten = torch.ops.aten
+# Of a list by one number or one tensor without dimensions, as clipping does.
+_OF_LISTS = {
+    _aten._foreach_mul.Tensor: _aten.mul.Tensor,
+    _aten._foreach_mul.Scalar: _aten.mul.Tensor,
+    _aten._foreach_div.Tensor: _aten.div.Tensor,
+    _aten._foreach_div.Scalar: _aten.div.Tensor,
+}
+
+
 def canonicalize(module: GraphModule) -> None:
-    """copy(a, b) -> b where shape, dtype and device agree (functionalised in-place writes: `dist.all_reduce(grad)`)."""
-    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.copy.default):
+    """Rewrites, in place, without another value anywhere:
+
+    copy(a, b)                   -> b               where shape, dtype and device agree (functionalised in-place
+                                                    writes: `dist.all_reduce(grad)`)
+    foreach_mul([a, b], c)[i]    -> mul(a, c)       a gradient's scaling depends on the one gradient that it scales
+    """
+    graph = module.graph
+    for node in graph.find_nodes(op="call_function", target=_aten.copy.default):
         onto, source = argument(node, 0).meta["val"], argument(node, 1).meta["val"]
         if (onto.shape, onto.dtype, onto.device) == (source.shape, source.dtype, source.device):
             node.replace_all_uses_with(argument(node, 1))
-            module.graph.erase_node(node)
+            graph.erase_node(node)
+    for many, one in _OF_LISTS.items():
+        for node in graph.find_nodes(op="call_function", target=many):
+            if any(item.target is not operator.getitem for item in node.users):
+                continue
+            for item in list(node.users):
+                with graph.inserting_before(item):
+                    source = argument(node, 0)[argument(item, 1)]
+                    scaled = graph.call_function(one, (source, node.args[1]))
+                scaled.meta.update(item.meta)
+                item.replace_all_uses_with(scaled)
+                graph.erase_node(item)
+            graph.erase_node(node)
     module.recompile()

@@ -252,6 +252,7 @@ def named_tensors(seen: Observed) -> tuple[dict[str, torch.Tensor], dict[str, to
     buffers: dict[str, torch.Tensor] = {}
     for source, root in seen.roots():
         inner = root.module if isinstance(root, DistributedDataParallel) else root
+        wrapped = _has_inner_ddp(inner)
         for found, named in (
             (parameters, inner.named_parameters()),
             (buffers, inner.named_buffers()),
@@ -259,7 +260,7 @@ def named_tensors(seen: Observed) -> tuple[dict[str, torch.Tensor], dict[str, to
             for name, tensor in named:
                 if any(tensor is t for t in found.values()):
                     continue
-                name = name.replace(".module.", ".") if _has_inner_ddp(inner) else name
+                name = name.replace(".module.", ".") if wrapped else name
                 found[f"{readable(source)}.{name}" if name in found else name] = tensor
     return parameters, buffers
 

@@ -199,7 +199,8 @@ class CapturedStep:
             self._built[key] = build(name, plan, self.capture.fake_mode, self.journal, tail=tail)
             self.programs[name] = self._built[key]
             module = self._built[key].module
-            log.debug("%s program, %d nodes:\n%s", name, len(module.graph.nodes), module.code)
+            if log.isEnabledFor(logging.DEBUG):
+                log.debug("%s program, %d nodes:\n%s", name, len(module.graph.nodes), module.code)
             artifact(name.replace(" ", "_"), lambda: module.code)
         return self._built[key]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +11,13 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from gradsync_fx import ops
-from gradsync_fx._torch import compute_unbacked_bindings, stable_topological_sort
+from gradsync_fx._torch import (
+    FakeTensor,
+    compute_unbacked_bindings,
+    lazy_graph_modules,
+    make_graph_module,
+    stable_topological_sort,
+)
 from gradsync_fx.ops import argument
 from gradsync_fx.program import Kind, Program, Slot, Step, output_values
 
@@ -46,7 +52,9 @@ class Draft:
         values = graph.graph_copy(step.module.graph, of)
         (out,) = step.module.graph.find_nodes(op="output")
         graph.output(values).meta.update(out.meta)
-        module = GraphModule(step.module, graph)
+        # Its Python code is written when somebody reads or runs it: compilers do neither.
+        with lazy_graph_modules(True):
+            module = make_graph_module(step.module, graph)
         module.meta.update(step.module.meta)
         for node, copy in of.items():
             copy.meta["origin"] = node.name
@@ -83,7 +91,7 @@ class Draft:
             return known
         with self.graph.inserting_before(self._first_op()):
             node = self.graph.placeholder(f"{slot.kind.value}_{len(self.slots)}")
-        node.meta["val"] = self.fake_mode.from_tensor(value, static_shapes=True)
+        node.meta["val"] = self.form(value)
         self.slots.append(slot)
         self._inputs[slot.kind, slot.key] = node
         return node
@@ -123,15 +131,26 @@ class Draft:
 
     def call(self, target: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Node:
         """A node at the insertion point, with the fake value of its result."""
-        node = self.graph.call_function(target, args, kwargs)
-        plain = torch.fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with self.fake_mode:
-            node.meta["val"] = target(*plain[0], **plain[1])
-        if target is ops.ITEM and self.fake_mode.shape_env is not None:
-            found = compute_unbacked_bindings(self.fake_mode.shape_env, node.meta["val"])
-            if found:
-                node.meta["unbacked_bindings"] = found
-        return node
+        return emit(self.graph, self.fake_mode, target, args, kwargs)
+
+    def form(
+        self,
+        like: torch.Tensor,
+        *,
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """A fake value in the form of a tensor (contiguous, where another shape is given).
+
+        Made without torch's dispatch for fake tensors, which takes ten times as long: a program has thousands.
+        """
+        dtype, sizes = dtype or like.dtype, tuple(like.shape if shape is None else shape)
+        strides = like.stride() if shape is None else _contiguous(sizes)
+        if like.device.type == "meta" or not all(type(n) is int for n in (*sizes, *strides)):
+            with self.fake_mode:
+                return torch.empty_strided(sizes, strides, dtype=dtype, device=like.device)
+        blank = torch.empty_strided(sizes, strides, dtype=dtype, device="meta")
+        return FakeTensor(self.fake_mode, blank, like.device)
 
     def call_known(
         self, form: Any, target: Callable[..., Any], /, *args: Any, **kwargs: Any
@@ -145,7 +164,7 @@ class Draft:
         """A lasting effect: `value` into an input, at the end of the program."""
         (out,) = self.graph.find_nodes(op="output")
         with self.graph.inserting_before(out):
-            self.call(torch.ops.aten.copy_.default, target, value)
+            self.call_known(target.meta["val"], torch.ops.aten.copy_.default, target, value)
 
     def drop_write(self, write: Node) -> None:
         """Takes a lasting effect out; who reads the tensor afterwards reads it as it was."""
@@ -175,6 +194,28 @@ class Draft:
         self.module.delete_all_unused_submodules()
         self.module.recompile()
         return Program(self.name, self.module, tuple(slots), self.host_values)
+
+
+def emit(graph: Graph, fake_mode: Any, target: Any, args: Any, kwargs: Any) -> Node:
+    """A node at the insertion point, with the fake value of its result."""
+    node = graph.call_function(target, args, kwargs)
+    plain = torch.fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+    with fake_mode:
+        node.meta["val"] = target(*plain[0], **plain[1])
+    if target is ops.ITEM and fake_mode.shape_env is not None:
+        found = compute_unbacked_bindings(fake_mode.shape_env, node.meta["val"])
+        if found:
+            node.meta["unbacked_bindings"] = found
+    return node
+
+
+def _contiguous(sizes: Sequence[Any]) -> tuple[Any, ...]:
+    strides: list[Any] = []
+    step: Any = 1
+    for size in reversed(sizes):
+        strides.insert(0, step)
+        step = step * (1 if type(size) is int and size == 0 else size)
+    return tuple(strides)
 
 
 def _is_note(value: Any) -> bool:

@@ -7,10 +7,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from gradsync_fx.bodies import Place
 from gradsync_fx.ops import ITEM
-
-
-Place = tuple[str, int, Any]  # ("group", index, key) or ("state", position, key)
 
 
 def split_host(
@@ -70,6 +68,7 @@ def split_host(
     inner: dict[Node, Node] = {}
     for i, h in enumerate(holders[: sum(counts[:3])]):
         inner[h] = graph.placeholder(f"t{i}")
+        inner[h].meta.update(h.meta)
     carried = {v: graph.placeholder(f"s{i}") for i, v in enumerate(values)}
     read = {v: graph.call_function(ITEM, (holder,)) for v, holder in carried.items()}
     items = {p: read[env[p]] for p in ports}

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.fx import GraphModule
 
 from gradsync_fx._torch import (
     TracingContext,
@@ -18,6 +19,9 @@ from gradsync_fx._torch import (
     select_decomp_table,
     tracing,
 )
+from gradsync_fx.fusible import norms_as_sums, write_early
+from gradsync_fx.inlining import copy_module, inline_bodies
+from gradsync_fx.kernels import cut_updates, run_calls
 from gradsync_fx.options import Options
 from gradsync_fx.program import Program, output_values
 
@@ -39,7 +43,9 @@ def lower(program: Program, fake_mode: Any, options: Options) -> Compiled:
     backend = (
         lookup_backend(options.backend) if isinstance(options.backend, str) else options.backend
     )
-    compiled = backend(program.module, program.inputs())
+    module = copy_module(program.module)
+    inline_bodies(module, fake_mode)
+    compiled = backend(module, program.inputs())
     return lambda args: compiled(*args)
 
 
@@ -47,12 +53,31 @@ def _inductor(program: Program, fake_mode: Any, options: Options) -> Compiled:
     patches = dict(list_mode_options(options.mode)) if options.mode else {}
     patches.update({k.replace("-", "_"): v for k, v in (options.options or {}).items()})
     # Inductor rewrites what it is given; the program stays readable.
-    module = torch.fx.GraphModule(program.module, torch.fx.Graph())
-    module.graph = torch.fx.Graph()
-    values = module.graph.graph_copy(program.module.graph, {})
-    module.graph.output(values)
-    module.recompile()
-    inputs = program.inputs()
+    module = copy_module(program.module)
+    cut = cut_updates(module)
+    inline_bodies(module, fake_mode)
+    norms_as_sums(module, fake_mode)
+    write_early(module)
+    main = _compiled(module, program.inputs(), fake_mode, patches)
+    if not cut.calls:
+        return main
+    for kernel in dict.fromkeys(call.kernel for call in cut.calls):
+        inputs = [n.meta["val"] for n in kernel.module.graph.find_nodes(op="placeholder")]
+        kernel.run = _compiled(copy_module(kernel.module), inputs, kernel.fake_mode, patches)
+    outputs = len(output_values(program.module))
+
+    def run(args: list[Any]) -> list[Any]:
+        inputs = list(args)
+        results = list(main(args))
+        run_calls(cut.calls, inputs, results[outputs:])
+        return results[:outputs]
+
+    return run
+
+
+def _compiled(
+    module: GraphModule, inputs: list[Any], fake_mode: Any, patches: dict[str, Any]
+) -> Compiled:
     # A fresh context: strides that another program left in it would be taken for this one's. Inductor's passes make
     # tensors of their own, as if called by AOTAutograd: with the fake mode in force.
     with (

@@ -9,6 +9,9 @@ and CPU tensors of one element)          each update (the same float64 arithmeti
 everything else (flags, None, strings)   constants; a change of one of them needs a new trace (`Update.fits`)
 
 The same holds for comparisons of the symbolic numbers (`if weight_decay != 0`): they are kept as conditions.
+
+Parameters that are alike (group, form, state) are traced by one or two of them (alike.py), where the trace shows that
+parameters are updated independently of each other; else all are traced together.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -31,9 +34,11 @@ from gradsync_fx._torch import (
     ShapeEnv,
     make_fx,
 )
+from gradsync_fx.alike import Members, find_alike, for_all_calls, for_all_places, treated_alike
+from gradsync_fx.bodies import Call, Place, split, whole
 from gradsync_fx.counters import Counter, is_counter, plain
 from gradsync_fx.errors import UpdateError
-from gradsync_fx.host_split import Place, split_host
+from gradsync_fx.host_split import split_host
 from gradsync_fx.optimizer_state import State, plain_step, shadow
 
 
@@ -41,35 +46,33 @@ from gradsync_fx.optimizer_state import State, plain_step, shadow
 class Update:
     """A traced update of the parameters at positions `which` of one optimizer.
 
-    graph inputs, in order: params, grads, state tensors (`states`), scalars (one for each output of `host`).
-    graph outputs: new params, then the tensors of `state_out`.
-    host: numbers at `numbers` -> (scalars for the graph, then the numbers of `number_out`).
+    calls: the arithmetic on tensors, of `states` and scalars (one for each output of `host`) among others.
+    host: numbers at `numbers` -> (scalars for the calls, then the numbers of `number_out`).
     """
 
     optimizer: Optimizer
     which: tuple[int, ...]
-    graph: Graph
+    calls: list[Call]
     states: list[Place]
-    state_out: list[Place]
     host: GraphModule
     numbers: list[tuple[list[Place], int | None]]
-    number_out: list[Place]
+    number_out: list[list[Place]]
     scalar_count: int
     conditions: list[Any]
     symbols: list[Any]
     constants: list[tuple[Place, Any]]
-    tensors: dict[str, torch.Tensor]
     structure: dict[int, tuple[str, ...]]
 
     @property
     def created(self) -> list[Place]:
         """State tensors that this update makes anew (a first update whose start could not be foreseen)."""
-        return [place for place in self.state_out if place not in self.states]
+        held = set(self.states)
+        return [place for call in self.calls for place in call.written if place not in held]
 
     def read_numbers(self, state: dict[int, State]) -> list[int | float] | None:
         """The numbers as they are now (`state` is by position); None when the state has another structure than at
         the trace, or when numbers that were equal no longer are."""
-        if self.structure != {i: tuple(state.get(i, {})) for i in self.which}:
+        if self.structure != _structure(self.which, state):
             return None
         found: list[int | float] = []
         for places, part in self.numbers:
@@ -114,11 +117,42 @@ def trace_update(
     state: by position, what `optimizer.state` holds or will hold. Raises `UpdateError` when the optimizer's code
     cannot be traced (data-dependent control flow, for instance).
     """
+    alike, pairs = find_alike(optimizer, which, state)
+    if len(alike) < len(which):
+        few = _with_or_without_counters(optimizer, tuple(alike), state, decompositions)
+        if len(few.calls) == len(alike) and treated_alike(few.calls, pairs):
+            return _for_all(few, which, alike, state)
+    return _with_or_without_counters(optimizer, which, state, decompositions)
+
+
+def _for_all(
+    few: Update, which: tuple[int, ...], alike: dict[int, list[int]], state: dict[int, State]
+) -> Update:
+    calls, states = for_all_calls(few.calls, few.states, alike)
+    return replace(
+        few,
+        which=which,
+        calls=calls,
+        states=states,
+        numbers=[(for_all_places(places, alike), part) for places, part in few.numbers],
+        number_out=[for_all_places(places, alike) for places in few.number_out],
+        constants=[
+            (place, value) for one, value in few.constants for place in for_all_places([one], alike)
+        ],
+        structure=_structure(which, state),
+    )
+
+
+def _structure(which: tuple[int, ...], state: dict[int, State]) -> dict[int, tuple[str, ...]]:
+    return {i: tuple(state.get(i, {})) for i in which}
+
+
+def _with_or_without_counters(*given: Any) -> Update:
     try:
-        return _trace(optimizer, which, state, decompositions, counters=True)
+        return _trace(*given, counters=True)
     except UpdateError:
         # Some optimizers compute tensors from their counters: then counters are tensors of the program.
-        return _trace(optimizer, which, state, decompositions, counters=False)
+        return _trace(*given, counters=False)
 
 
 def _trace(
@@ -193,6 +227,7 @@ def _trace(
         ]
         grads = [torch.empty_like(p) for p in params]
     left: list[tuple[Place, Any]] = []
+    counted: list[bool] = []
     there = {("state", i, k) for i, code in zip(which, entries, strict=True) for k in code}
 
     def is_result(place: Place, value: Any) -> bool:
@@ -219,7 +254,7 @@ def _trace(
         twin_groups: list[dict[str, Any]] = []
         for code in groups:
             group = {k: decode(v) for k, v in code.items()}
-            group["params"] = []
+            group["params"] = Members()
             _settle_flavour(group, capturable=not counters)
             twin_groups.append(group)
         for p, g, i in zip(params, grads, which, strict=True):
@@ -234,6 +269,7 @@ def _trace(
         twin = shadow(optimizer, twin_groups, held)
         with torch.no_grad():
             plain_step(optimizer)(twin)
+        counted[:] = [True for group in twin_groups if group["params"].counted]
         left.clear()
         for p, i in zip(params, which, strict=True):
             left.extend((("state", i, k), plain(v)) for k, v in twin.state.get(p, {}).items())
@@ -267,19 +303,26 @@ def _trace(
     outs = [(place, v) for place, v in left if is_result(place, v)]
     counts = (len(params), len(grads), len(states), len(carriers))
     pieces = split_host(traced.graph, counts, len(params), outs)
+    tensors = {
+        str(n.target): getattr(traced, str(n.target))
+        for n in traced.graph.find_nodes(op="get_attr")
+    }
+    together = whole(
+        pieces["graph"], tensors, which, states, pieces["scalar_count"], pieces["state_out"]
+    )
     return Update(
         optimizer=optimizer,
         which=which,
+        calls=(None if counted else split(together, states)) or [together],
         states=states,
+        host=pieces["host"],
         numbers=numbers,
+        number_out=[[place] for place in pieces["number_out"]],
+        scalar_count=pieces["scalar_count"],
         symbols=symbols,
-        structure={i: tuple(state.get(i, {})) for i in which},
+        structure=_structure(which, state),
         constants=constants,
         conditions=_conditions(env, symbols),
-        tensors={
-            n.target: getattr(traced, n.target) for n in traced.graph.find_nodes(op="get_attr")
-        },
-        **pieces,
     )
 
 

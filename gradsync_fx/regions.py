@@ -19,15 +19,14 @@ Nothing here reads a node's name or metadata; those serve messages only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-import networkx as nx
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from gradsync_fx import ops
 from gradsync_fx.errors import CaptureError, ReadBeforeBoundaryError
+from gradsync_fx.flow import Nearest, downstream, upstream
 from gradsync_fx.ops import argument
 from gradsync_fx.program import Kind, Slot, Step, output_values, writes
 
@@ -65,33 +64,13 @@ class Regions:
         return tuple(self.gradients)
 
 
-def data_flow(graph: Graph) -> nx.DiGraph:
-    """One networkx node for each FX node; an edge from a value to each reader."""
-    flow: nx.DiGraph = nx.DiGraph()
-    flow.add_nodes_from(graph.nodes)
-    flow.add_edges_from((source, node) for node in graph.nodes for source in node.all_input_nodes)
-    return flow
-
-
-def _downstream(flow: nx.DiGraph, sources: Iterable[Node]) -> set[Node]:
-    reached: set[Node] = set()
-    for source in sources:
-        if source not in reached:
-            reached.add(source)
-            reached |= nx.descendants(flow, source)
-    return reached
-
-
 def find_regions(step: Step) -> Regions:
     """Region analysis of a captured step; pure. See the module's text for the rules."""
     graph = step.module.graph
-    flow = data_flow(graph)
     order = {node: i for i, node in enumerate(graph.nodes)}
     effects = writes(step.module)
-    live = set(effects) | {n for n in output_values(step.module) if isinstance(n, Node)}
-    needed = set(live)
-    for node in live:
-        needed |= nx.ancestors(flow, node)
+    results = output_values(step.module)
+    needed = upstream([*effects, *(n for n in results if isinstance(n, Node))])
 
     markers = [n for n in graph.find_nodes(op="call_function", target=ops.LEAF_GRAD) if n in needed]
     partial = frozenset(m for m in markers if _feeds_only_next_marker(m, needed))
@@ -104,19 +83,16 @@ def find_regions(step: Step) -> Regions:
         leaf = int(argument(marker, 1))
         gradients[leaf] = (*gradients.get(leaf, ()), marker)
 
-    beyond = _downstream(flow, cuts)
-    after_update = _downstream(flow, updates)
+    stops = dict.fromkeys([*cuts, *updates])
+    nearest = Nearest(graph, stops)
+    after_update = downstream(updates)
     # What would depend on a gradient if every update left its parameters as they are.
-    plain = flow.copy()
-    plain.remove_nodes_from(updates)
-    reads_gradient = _downstream(plain, cuts)
+    reads_gradient = downstream(cuts, without=set(updates))
     kinds = dict(zip(graph.find_nodes(op="placeholder"), step.slots, strict=True))
     kept = {argument(write, 0) for write in effects}
-    plain.remove_nodes_from(cuts)
-    from_data = _downstream(
-        plain, [h for h, slot in kinds.items() if slot.kind is Kind.DATA and h not in kept]
+    from_data = downstream(
+        [h for h, slot in kinds.items() if slot.kind is Kind.DATA and h not in kept], without=stops
     )
-    stops = frozenset(cuts) | frozenset(updates)
 
     boundary: dict[Node, frozenset[Node]] = {}
     for write in effects:
@@ -124,27 +100,26 @@ def find_regions(step: Step) -> Regions:
         each_call = kind is Kind.BUFFER and value in from_data
         depends = value in reads_gradient or (value in after_update and not each_call)
         if kind is Kind.PARAMETER or depends:
-            boundary[write] = _nearest(value, stops)
-    results = output_values(step.module)
+            boundary[write] = nearest.of(value)
     outputs = {
-        i: _nearest(n, stops)
+        i: nearest.of(n)
         for i, n in enumerate(results)
         if n in reads_gradient or (n in after_update and n not in from_data)
         if n.target is not ops.NOTE
     }
     sources = {
-        u: frozenset[Node]().union(*(_nearest(g, stops) for g in argument(u, 3))) for u in updates
+        u: frozenset[Node]().union(*(nearest.of(g) for g in argument(u, 3))) for u in updates
     }
-    hand, hand_flat = _hand_written(gradients, flow)
+    hand, hand_flat = _hand_written(gradients)
     return Regions(
         gradients=gradients,
         partial=partial,
         updates=updates,
-        beyond=frozenset(beyond | after_update),
+        beyond=frozenset(downstream(stops)),
         boundary_writes=boundary,
         boundary_outputs=outputs,
         update_sources=sources,
-        stages=_stages(gradients, sources, order, stops),
+        stages=_stages(gradients, sources, order, nearest),
         tail_data=_data_read([*boundary, *updates], frozenset(cuts), kinds),
         late_outputs=tuple(
             i for i, n in enumerate(results) if n in after_update and i not in outputs
@@ -159,31 +134,19 @@ def find_regions(step: Step) -> Regions:
     )
 
 
-def _nearest(value: object, stops: frozenset[Node]) -> frozenset[Node]:
-    """The nodes of `stops` that a value depends on, seen from the value; what lies behind them does not count."""
-    found, seen, stack = set(), set(), [value] if isinstance(value, Node) else []
-    while stack:
-        node = stack.pop()
-        if node in stops:
-            found.add(node)
-        elif node not in seen:
-            seen.add(node)
-            stack.extend(node.all_input_nodes)
-    return frozenset(found)
-
-
 def _stages(
     gradients: dict[int, tuple[Node, ...]],
     sources: dict[Node, frozenset[Node]],
     order: dict[Node, int],
-    stops: frozenset[Node],
+    nearest: Nearest,
 ) -> dict[int, int]:
     stage: dict[Node, int] = {}
+    stops = [*sources, *(m for markers in gradients.values() for m in markers)]
     for node in sorted(stops, key=order.__getitem__):
         if node in sources:
             stage[node] = max((stage[s] for s in sources[node]), default=0)
         else:
-            behind = [s for s in _nearest(argument(node, 0), stops) if s in sources]
+            behind = [s for s in nearest.of(argument(node, 0)) if s in sources]
             stage[node] = max((stage[s] + 1 for s in behind), default=0)
     return {leaf: stage[markers[0]] for leaf, markers in gradients.items()}
 
@@ -192,12 +155,7 @@ def _data_read(
     values: list[Node], cuts: frozenset[Node], kinds: dict[Node, Slot]
 ) -> tuple[int, ...]:
     """Positions of the user's own tensors that values depend on other than through gradients."""
-    stack, seen = list(values), set[Node]()
-    while stack:
-        node = stack.pop()
-        if node not in seen and node not in cuts:
-            seen.add(node)
-            stack.extend(node.all_input_nodes)
+    seen = upstream(values, without=cuts)
     return tuple(s.key for holder, s in kinds.items() if holder in seen and s.kind is Kind.DATA)
 
 
@@ -207,7 +165,8 @@ def check_weights(step: Step, regions: Regions) -> None:
     That is where the weight, a loss or a gradient depends on an update of the same call: whether the micro-step counts
     would be known only after an update that had to know it.
     """
-    stops = {m for markers in regions.gradients.values() for m in markers} | set(regions.updates)
+    cuts = [m for markers in regions.gradients.values() for m in markers]
+    nearest = Nearest(step.module.graph, [*cuts, *regions.updates])
     notes = step.module.graph.find_nodes(op="call_function", target=ops.NOTE)
     weights = [argument(n, 1) for n in notes if argument(n, 2) == ops.Role.WEIGHT]
     for weight in weights:
@@ -219,9 +178,8 @@ def check_weights(step: Step, regions: Regions) -> None:
                 fix="sum it up: micro_batch_weight(mask.sum())",
             )
     losses = [argument(n, 1) for n in notes if argument(n, 2) == ops.Role.LOSS]
-    cuts = [argument(m, 0) for markers in regions.gradients.values() for m in markers]
-    for value in [*weights, *losses, *cuts]:
-        if _nearest(value, frozenset(stops)):
+    for value in [*weights, *losses, *(argument(m, 0) for m in cuts)]:
+        if nearest.of(value):
             raise CaptureError(
                 f"weights of micro-steps, at {ops.user_line(value)}",
                 seen="a weight, a loss or a gradient that depends on an update or a reduced gradient of the same call",
@@ -244,7 +202,7 @@ def _feeds_only_next_marker(marker: Node, needed: set[Node]) -> bool:
 
 
 def _hand_written(
-    gradients: dict[int, tuple[Node, ...]], flow: nx.DiGraph
+    gradients: dict[int, tuple[Node, ...]],
 ) -> tuple[dict[int, HandSync], frozenset[int]]:
     """Leaves whose gradient the user reduces: alone (`hand`), or joined with others in one tensor (`hand_flat`)."""
     alone: dict[int, HandSync] = {}
@@ -276,15 +234,15 @@ def check_deferrable(step: Step, regions: Regions) -> None:
     That is where a gradient, or another write of the micro-step, depends on a reduced gradient other than through an
     optimizer's update.
     """
-    flow = data_flow(step.module.graph)
-    flow.remove_nodes_from(regions.updates)
     cuts = [m for markers in regions.gradients.values() for m in markers]
+    # A cut behind an update is none: its value is that of the next window's parameters.
+    nearest = Nearest(step.module.graph, [*cuts, *regions.updates])
     for markers in regions.gradients.values():
         for marker in markers:
-            inside = nx.ancestors(flow, marker)
-            for cut in cuts:
-                if cut in inside:
-                    _refuse(step, cut, inside | {marker})
+            found = nearest.behind(marker)
+            for cut in cuts if found else ():
+                if cut in found:
+                    _refuse(step, cut, upstream([marker], without=regions.updates))
         if len(markers) > 1:
             _refuse(step, markers[0], set(markers[0].users))
 

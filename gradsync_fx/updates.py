@@ -81,8 +81,9 @@ class Binding:
         state, flat = self.state(), parameters_of(self.optimizer)
         for place, value in zip(update.created, created, strict=True):
             self._put(place, value, state)
-        for place, value in zip(update.number_out, self._numbers_out, strict=True):
-            self._put(place, value, state)
+        for places, value in zip(update.number_out, self._numbers_out, strict=True):
+            for place in places:
+                self._put(place, value, state)
         for i in self.which:
             if state[i]:
                 self.optimizer.state[flat[i]] = state[i]

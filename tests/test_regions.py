@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule
 from torch.optim import Optimizer
 
 from gradsync_fx.capture import Capture, traced
 from gradsync_fx.program import Kind, Step
-from gradsync_fx.regions import Regions, data_flow, find_regions
+from gradsync_fx.regions import Regions, find_regions
 from tests.drive import plain_step
 from tests.models import Convnet, mlp
 from tests.reference import mse
@@ -202,14 +202,3 @@ def test_gradients_stand_in_the_order_in_which_they_are_ready() -> None:
     place = {node: i for i, node in enumerate(step.module.graph.nodes)}
     sources = [place[nodes[0].args[0]] for nodes in regions.gradients.values()]  # type: ignore[index]
     assert sources == sorted(sources)
-
-
-def test_data_flow_has_an_edge_for_each_reader() -> None:
-    graph = Graph()
-    a = graph.placeholder("a")
-    b = graph.call_function(torch.add, (a, a))
-    c = graph.call_function(torch.mul, (a, b))
-    graph.output((c,))
-    flow = data_flow(graph)
-    assert set(flow.edges) >= {(a, b), (a, c), (b, c)}
-    assert not any(isinstance(n, Node) and flow.has_edge(n, a) for n in flow.nodes)

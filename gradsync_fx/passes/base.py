@@ -1,4 +1,4 @@
-"""The shape of a pass, and the runner that applies, checks, times and journals it."""
+"""The shape of a pass, and the runner that applies, times and journals it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ Pass = Callable[[Draft, Plan], None]
 
 
 def run_passes(draft: Draft, plan: Plan, passes: list[Pass], journal: Journal) -> None:
-    """Applies the passes in order, checks the graph after each, and writes the journal."""
+    """Applies the passes in order and writes the journal. The finished program is checked once (`Draft.finish`)."""
     for one in passes:
         before, start = len(draft.graph.nodes), time.perf_counter()
         one(draft, plan)
-        draft.graph.lint()
         for node in draft.graph.nodes:
             if "origin" not in node.meta:
                 node.meta.setdefault("made_by", one.__name__)  # for the report

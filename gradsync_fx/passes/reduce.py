@@ -90,7 +90,12 @@ def _divide(
     divided = []
     for value in values:
         with draft.after(value, divisor):
-            divided.append(draft.call(_aten.div.Tensor, value, divisor))
+            form = value.meta["val"]
+            if form.dim():
+                quotient = draft.call_known(draft.form(form), _aten.div.Tensor, value, divisor)
+            else:  # without dimensions on both sides the wider dtype wins
+                quotient = draft.call(_aten.div.Tensor, value, divisor)
+            divided.append(quotient)
     return divided
 
 

@@ -22,21 +22,23 @@ def cast(draft: Draft, node: Node, dtype: torch.dtype) -> Node:
     """`node` in another dtype, itself where it has that dtype already."""
     if node.meta["val"].dtype is dtype:
         return node
-    return draft.call(torch.ops.prims.convert_element_type.default, node, dtype)
+    form = draft.form(node.meta["val"], dtype=dtype)
+    return draft.call_known(form, torch.ops.prims.convert_element_type.default, node, dtype)
 
 
 def add_to_accumulator(draft: Draft, plan: Plan, leaf: int, gradient: Node) -> Node:
     """acc + gradient, in the accumulator's dtype."""
     acc = accumulator(draft, plan, leaf)
+    form = acc.meta["val"]
     with draft.after(gradient):
-        return draft.call(
-            torch.ops.aten.add.Tensor, acc, cast(draft, gradient, acc.meta["val"].dtype)
-        )
+        term = cast(draft, gradient, form.dtype)
+        return draft.call_known(draft.form(form), torch.ops.aten.add.Tensor, acc, term)
 
 
 def filled(draft: Draft, value: float, form: torch.Tensor, shape: Sequence[int] = ()) -> Node:
     """A constant in the dtype and on the device of `form`; without dimensions, unless a shape is given."""
-    return draft.call(
+    return draft.call_known(
+        draft.form(form, shape=shape),
         torch.ops.aten.full.default,
         list(shape),
         value,
