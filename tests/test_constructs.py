@@ -1,0 +1,138 @@
+"""Every row of docs/constructs.md, tried: its outcome, and its numbers beside eager PyTorch's."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import gradsync_fx
+from tests.constructs import HEADINGS, ROWS, Row, State, table
+from tests.drive import quick
+from tests.models import mlp
+from tests.reference import accumulation, regression
+
+
+PAGE = Path(__file__).parent.parent / "docs" / "constructs.md"
+IDS = [r.name for r in ROWS]
+
+
+def step_of(found: Row, state: State) -> Any:
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Any:
+        loss = found.loss(model, x, y)
+        result = found.inside(state, model, optimizer, loss)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss if result is None else result
+
+    return step
+
+
+def run(found: Row, **options: Any) -> tuple[gradsync_fx.OptimizedStep, State]:
+    """Three windows of 2; parameters equal to eager accumulation's."""
+    torch.manual_seed(0)
+    model = mlp()
+    other = copy.deepcopy(model)
+    found.prepare(model)
+    state, windows = State(), regression(3, 2)
+    optimizer, theirs = (torch.optim.SGD(m.parameters(), lr=0.05) for m in (model, other))
+    step = quick(step_of(found, state), 2, **options)
+    for window in windows:
+        for batch in window:
+            step(model, optimizer, *batch)
+        assert step.sync_gradients
+    accumulation(other, theirs, windows, found.loss)
+    for ours, eager in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(ours, eager, atol=1e-6, rtol=0)
+    return step, state
+
+
+def refusal(found: Row, **options: Any) -> gradsync_fx.GradSyncError:
+    with pytest.raises(gradsync_fx.GradSyncError) as caught:
+        run(found, **options)
+    return caught.value
+
+
+def of(*outcomes: str) -> Any:
+    rows = [r for r in ROWS if r.outcome in outcomes]
+    return pytest.mark.parametrize("found", rows, ids=[r.name for r in rows])
+
+
+@of("captured", "moved")
+def test_what_is_captured(found: Row) -> None:
+    step, state = run(found)
+    assert step.optimizer_step == 3
+    assert bool(step.report().moved) is (found.outcome == "moved")
+    eager, other = run_eagerly(found)
+    assert eager.optimizer_step == 3
+    assert state.losses == pytest.approx(other.losses)
+    assert (state.calls, len(state.seen)) == (other.calls, len(other.seen))
+    assert state.total == pytest.approx(other.total)
+
+
+@of("eager")
+def test_what_runs_eagerly(found: Row) -> None:
+    error = refusal(found)
+    assert error.seen
+    assert error.fix
+    assert ".py:" in error.culprit or ".py:" in error.seen
+    step, _ = run_eagerly(found, refuse=False)
+    assert step.optimizer_step == 3
+    (why,) = step.report().refusals
+    assert error.culprit in why
+    assert "runs eagerly" in step.report().warnings[0]
+
+
+@of("refused")
+def test_what_is_refused(found: Row) -> None:
+    assert refusal(found).fix
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the step runs eagerly")
+        assert refusal(found, on_unsupported="eager").fix
+
+
+def run_eagerly(found: Row, *, refuse: bool = True) -> tuple[gradsync_fx.OptimizedStep, State]:
+    """The same windows without a capture: where the step could be captured, one is refused."""
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        warnings.filterwarnings("ignore", "the step runs eagerly")
+        if refuse:
+            patch.setattr(gradsync_fx.api, "traced", lambda *args, **kwargs: _refused)
+        return run(found, on_unsupported="eager")
+
+
+def _refused(*args: Any, **kwargs: Any) -> None:
+    raise gradsync_fx.CaptureError("the tests", seen="they ask for an eager run")
+
+
+def test_the_page_is_made_from_the_rows() -> None:
+    assert set(HEADINGS) == {r.outcome for r in ROWS}
+    assert PAGE.read_text() == page(), "run: python tests/test_constructs.py"
+
+
+def page() -> str:
+    """docs/constructs.md."""
+    lines = [
+        "# What a step may hold",
+        "",
+        "Each row is a test (tests/constructs.py). A step that cannot be captured whole raises an error that names the",
+        'line, what stands there and the way out; with `on_unsupported="eager"` it runs without the rewrite instead, in the',
+        "same windows, and the report says why.",
+        *table(),
+        "",
+        "In an eager run, gradients that the step reads by its own code are this micro-step's on calls that close no window,",
+        "and code of the step behind `optimizer.step()` (an average of the weights, say) runs at every call; under",
+        "`if step.sync_gradients:` outside of the step it runs once per update.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
