@@ -9,6 +9,11 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 
+# What holds of windows is tried once more with steps that run eagerly (tests/eagerly.py).
+WINDOWS := $(addprefix tests/test_,window.py weights.py gradients.py manual.py buffers.py several_optimizers.py \
+	saved_windows.py schedules.py window_errors.py precision.py shapes.py ranks_ends.py ranks_saving.py \
+	ranks_disagreement.py ranks_groups.py ranks_scripts.py)
+
 .DELETE_ON_ERROR:
 .PHONY: demo test format clean
 
@@ -20,6 +25,7 @@ test: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
+	GRADSYNC_TESTS_EAGERLY=1 $(BIN)/python -m pytest $(WINDOWS)
 
 # Formats the code, and writes the layout table of README.md anew from the modules' docstrings.
 format: $(VENV)/.dev

@@ -146,7 +146,8 @@ def call_function(self: Any, fn: Any, args: list[Any], kwargs: dict[str, Any]) -
     except Exception as failure:
         seen.read_lists |= _lists_read(seen)
         # The outermost such call wins: a part of a progress bar's update is no better than all of it.
-        stopped = isinstance(failure, Unsupported) and seen.answered == answered
+        # Dynamo warns of calls that it does not know, too; where warnings are errors, that is what stops it.
+        stopped = isinstance(failure, Unsupported | Warning) and seen.answered == answered
         if stopped and _unused(self) and _may_wait(fn, args, kwargs):
             seen.could_wait = site
         raise

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 
+log = logging.getLogger(__name__)
 HEADINGS = {
     "captured": "Captured as it stands",
     "moved": "Moved behind the program, or dropped",
@@ -89,7 +90,7 @@ def row(
 
 @row("`return loss.item()`, `float(loss)`", "captured", "a number that the program gives")
 def item(state: State, model: nn.Module, optimizer: Optimizer, loss: Tensor) -> Any:
-    return {"loss": loss.item(), "double": 2 * float(loss)}
+    return {"loss": loss.item(), "double": 2 * float(loss.detach())}
 
 
 @row(
@@ -167,7 +168,8 @@ def prints(state: State, model: nn.Module, optimizer: Optimizer, loss: Tensor) -
 
 @row("`logger.info(...)`", "moved", "runs after the program")
 def logs(state: State, model: nn.Module, optimizer: Optimizer, loss: Tensor) -> None:
-    logging.getLogger("train").debug("loss %.3f", loss.item())
+    log.debug("loss %.3f", loss.item())
+    logging.debug("loss %.3f", loss.item())
 
 
 @row(
@@ -182,7 +184,7 @@ def appends(state: State, model: nn.Module, optimizer: Optimizer, loss: Tensor) 
 @row(
     "`bar.update(1)`, `metric.update(out.detach())`, `writer.add_scalar(...)`",
     "moved",
-    "a call that cannot be traced, whose result nobody uses and whose arguments carry no gradient: runs after the program",
+    "a call that cannot be traced, without a use of its result or a gradient in its arguments: runs after the program",
 )
 def untraceable(state: State, model: nn.Module, optimizer: Optimizer, loss: Tensor) -> None:
     state.look(loss.detach())

@@ -23,8 +23,18 @@ DIES_AFTER = 4
 def main(folder: Path) -> None:
     step = quick(plain_step, 3)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo")
-    rank, restarts = dist.get_rank(), os.environ["TORCHELASTIC_RESTART_COUNT"]
+    restarts = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    # torch 2.13's gloo finds the addresses of the attempt before in torchrun's store, with or without this package.
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
+    )
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore(f"attempt {restarts}", store),
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )
+    rank = dist.get_rank()
     model, optimizer = groups.fresh()
     ddp = DistributedDataParallel(model)
     batches = [batch for window in regression(2, 3, seed=rank) for batch in window]

@@ -44,10 +44,13 @@ def run(found: Row, **options: Any) -> tuple[gradsync_fx.OptimizedStep, State]:
     state, windows = State(), regression(3, 2)
     optimizer, theirs = (torch.optim.SGD(m.parameters(), lr=0.05) for m in (model, other))
     step = quick(step_of(found, state), 2, **options)
-    for window in windows:
-        for batch in window:
-            step(model, optimizer, *batch)
-        assert step.sync_gradients
+    with warnings.catch_warnings():
+        # torch warns of its own class for functions while it traces one.
+        warnings.filterwarnings("ignore", ".* should not be instantiated", DeprecationWarning)
+        for window in windows:
+            for batch in window:
+                step(model, optimizer, *batch)
+            assert step.sync_gradients
     accumulation(other, theirs, windows, found.loss)
     for ours, eager in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(ours, eager, atol=1e-6, rtol=0)
@@ -122,13 +125,13 @@ def page() -> str:
         "# What a step may hold",
         "",
         "Each row is a test (tests/constructs.py). A step that cannot be captured whole raises an error that names the",
-        'line, what stands there and the way out; with `on_unsupported="eager"` it runs without the rewrite instead, in the',
-        "same windows, and the report says why.",
+        'line, what stands there and the way out. With `on_unsupported="eager"` it runs in the same windows without the',
+        "rewrite, and the report says why.",
         *table(),
         "",
-        "In an eager run, gradients that the step reads by its own code are this micro-step's on calls that close no window,",
-        "and code of the step behind `optimizer.step()` (an average of the weights, say) runs at every call; under",
-        "`if step.sync_gradients:` outside of the step it runs once per update.",
+        "In an eager run, gradients that the step reads by its own code are this micro-step's on calls that close no",
+        "window. Code of the step behind `optimizer.step()` (an average of the weights, say) runs at every call: put",
+        "it behind the call, under `if step.sync_gradients:`.",
         "",
     ]
     return "\n".join(lines)

@@ -62,6 +62,15 @@ def test_beside_another_group(ranks: Ranks) -> None:
     assert both[0]["means"][0] == pytest.approx(sum(first) / 2)
 
 
+def test_the_backend_is_optimize(ranks: Ranks) -> None:
+    for found in ranks(groups.through_torch_compile):
+        ours, reduced, compiled = found["optimize"]
+        theirs, also_reduced, also_compiled = found["backend"]
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        assert reduced == also_reduced == [0, 1, 0, 1, 0]
+        assert compiled == also_compiled == programs(3)
+
+
 def test_evaluation_inside_a_window(ranks: Ranks) -> None:
     both = ranks(groups.with_evaluation_between)
     model, optimizer = groups.fresh()

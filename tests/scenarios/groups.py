@@ -54,6 +54,26 @@ def beside_another_group(rank: int) -> dict[str, Any]:
     return {"parameters": parameters(model), "means": means}
 
 
+def through_torch_compile(rank: int) -> dict[str, Any]:
+    """The same windows by `optimize` and by torch.compile's backend, flushed at the end."""
+    found: dict[str, Any] = {}
+    for way in ("optimize", "backend"):
+        model, optimizer = fresh()
+        options = {"gradient_accumulation_steps": 2, "backend": "aot_eager"}
+        if way == "optimize":
+            step = gradsync_fx.optimize(plain_step, **options)
+        else:
+            step = torch.compile(plain_step, backend="gradsync", options=options)
+        reduced = []
+        for batch in regression(1, 5, seed=rank)[0]:
+            with counted() as count:
+                step(model, optimizer, *batch)
+            reduced.append(count.all_reduces)
+        gradsync_fx.window(step).flush()
+        found[way] = (parameters(model), reduced, gradsync_fx.window(step).compile_count)
+    return found
+
+
 def with_evaluation_between(rank: int) -> dict[str, Any]:
     """Evaluation in inference mode, in autocast and with another precision of products, inside a window."""
     model, optimizer = fresh()
