@@ -10,6 +10,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,7 +30,6 @@ def serve(rank: int, store: str, pipe: Connection) -> None:
     # The ranks find each other on the loopback, whatever the machine's name resolves to.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
-    import torch.distributed as dist
 
     from tests.eagerly import asked, eagerly
 
@@ -37,9 +37,17 @@ def serve(rank: int, store: str, pipe: Connection) -> None:
     warnings.simplefilter("error", UserWarning)
     # Scenarios leave windows open.
     warnings.filterwarnings("ignore", ".* ended with .* pending micro-steps")
-    if asked():
-        eagerly().__enter__()
-        warnings.filterwarnings("ignore", "the step runs eagerly")
+    with ExitStack() as stack:
+        if asked():
+            stack.enter_context(eagerly())
+            warnings.filterwarnings("ignore", "the step runs eagerly")
+        _serve(rank, store, pipe)
+
+
+def _serve(rank: int, store: str, pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD,
         timeout=timedelta(seconds=PATIENCE / 2),
