@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.eagerly import asked
 from tests.scripts import play
 from tests.truth import Rules, Script, Slot, same
 from tests.workers import Ranks
@@ -79,9 +80,11 @@ def test_weights_travel_with_the_gradients(ranks: Ranks, step: str) -> None:
     """One all-reduce a window for one bucket, the weight in it; one control message."""
     scripts = [slots(1, 2, 3, 4, rows=[2, 5, 4, 1]), slots(5, 6, 7, 8, rows=[1, 3, 4, 6])]
     for found in check(ranks, scripts, Rules(2, "weighted"), step=step):
-        assert found["collectives"] == [(0, 0), (1, 1)] * 2
+        # Which parameters have a gradient, and the weights, are told once more where that is known late.
+        assert found["collectives"] == [(0, 0), (1, 4) if asked() else (1, 1)] * 2
 
 
+@pytest.mark.captured
 def test_weights_do_not_suffer_from_a_narrow_wire(ranks: Ranks) -> None:
     """257 samples are not 256: the weight goes alone where the gradients go in bfloat16."""
     scripts = [slots(1, 2, rows=[256, 1]), slots(5, 6, rows=[255, 1])]
@@ -131,6 +134,7 @@ def test_a_branch_that_one_window_does_not_take(ranks: Ranks) -> None:
     assert not torch.equal(first["b.weight"], second["b.weight"])
 
 
+@pytest.mark.captured
 @pytest.mark.parametrize("reduction", ["mean", "weighted"])
 def test_sync_each_batch(ranks: Ranks, reduction: str) -> None:
     """k reductions, one update; a rank without data takes part with zeros."""

@@ -66,16 +66,13 @@ class EagerCall:
             if parameter.grad is not None:
                 self._as_given[name] = (parameter.grad, parameter.grad._version)
 
-    def norm(self, gradients: list[torch.Tensor], run: Callable[[], Any], how: Any) -> Any:
+    def norm(self, held: list[torch.Tensor], run: Callable[[Any], Any], how: Any) -> Any:
         """The norm inside `clip_grad_norm_`: of the window's gradient, and NaN where there is none yet."""
-        given = {id(g): name for name, (g, _) in self._as_given.items()}
-        names = [given[id(g)] for g in gradients if id(g) in given]
-        if not names:
-            return run()
-        self._norm = how[0]
+        names = [self._step.name_of[id(p)] for p in held if id(p) in self._step.name_of]
+        self._norm = how
         if self._reach(self._owners(names)):
-            return run()
-        return torch.full((), torch.nan, dtype=gradients[0].dtype, device=gradients[0].device)
+            return run([p.grad for p in held if p.grad is not None])
+        return torch.full((), torch.nan, dtype=held[0].dtype, device=held[0].device)
 
     def clip(self, function: Any, parameters: Any, run: Callable[[], Any], how: Any) -> None:
         """The scaling inside `clip_grad_norm_`, and `clip_grad_value_`."""

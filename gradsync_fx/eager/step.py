@@ -49,7 +49,7 @@ class EagerStep:
     """One user function with the objects that it was found to touch.
 
     why: the error that kept it from being captured. deeds: what the latest call did with its gradients. weighs: as in
-    `CapturedStep`. sums: the window's, by parameter name.
+    `CapturedStep`. sums: the window's, by parameter name. trained: parameters that ever received a gradient.
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class EagerStep:
         self.weighs = options.reduction == "weighted" or options.skip_nonfinite
         self.name_of = {id(p): n for n, p in parameters.items()}
         self.names: tuple[str, ...] = ()
+        self.trained: set[str] = set()
         self.deeds: list[Deed] = []
 
     # What the runtime asks of a captured step, too.

@@ -13,6 +13,7 @@ The patches hold for one call of the step.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -35,7 +36,7 @@ class Answers(Protocol):
     """Who answers the calls: `EagerCall`."""
 
     def backward(self, run: Callable[[], None], losses: Any) -> None: ...
-    def norm(self, gradients: list[torch.Tensor], run: Callable[[], Any], how: Any) -> Any: ...
+    def norm(self, held: list[torch.Tensor], run: Callable[[Any], Any], how: Any) -> Any: ...
     def clip(self, function: Any, parameters: Any, run: Callable[[], Any], how: Any) -> None: ...
     def update(self, optimizer: Optimizer, run: Callable[[], Any], closure: Any) -> None: ...
     def schedule(self, scheduler: Any, args: Any, kwargs: Any) -> None: ...
@@ -74,7 +75,10 @@ def watching(
             answers.backward(run, tensors)
 
         def norm(run: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any:
-            return answers.norm(list(gradients), run, (args, kwargs))
+            held = _being_clipped()
+            if held is None:
+                return run()
+            return answers.norm(held, lambda given: plain_norm(given, *args, **kwargs), args)
 
         def clip_norm(run: Any, parameters: Any, max_norm: Any, total: Any, *args: Any) -> None:
             answers.clip(clip_grad.clip_grad_norm_, parameters, run, {"max_norm": max_norm})
@@ -95,6 +99,7 @@ def watching(
             answers.schedule(owner, args, kwargs)
 
         plain_clip_value = clip_grad.clip_grad_value_
+        plain_norm = clip_grad._get_total_norm
         patch(torch.autograd, "backward", backward)
         patch(clip_grad, "_get_total_norm", norm)
         patch(clip_grad, "_clip_grads_with_norm_", clip_norm)
@@ -121,6 +126,18 @@ def watching(
         weigh = mock.patch.object(type(TRACED), "weigh", lambda _, weight: answers.weigh(weight))
         stack.enter_context(weigh)
         yield
+
+
+def _being_clipped() -> list[torch.Tensor] | None:
+    """The parameters that `clip_grad_norm_`, somewhere up the stack, was given; None where it is not running.
+
+    It hands on the gradients that are there before the window's come: those of another rank's branch would be missing.
+    """
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_name != clip_grad.clip_grad_norm_.__name__:
+        frame = frame.f_back
+    held = frame.f_locals.get("parameters")
+    return list(held) if isinstance(held, list) else None
 
 
 def _bound(answer: Callable[..., Any], owner: Any) -> Callable[..., Any]:

@@ -197,6 +197,7 @@ class _MicroStep:
         self._added.update(names)
         held.added(names)
         step.names = tuple(self._added)
+        step.trained |= self._added
 
     def _weight(self) -> torch.Tensor | None:
         """This call's weight, 0 where something in it is not finite; None where all micro-steps weigh the same."""

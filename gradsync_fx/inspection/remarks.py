@@ -9,7 +9,9 @@ import torch
 from torch.fx import Node
 
 from gradsync_fx import ops
+from gradsync_fx.capture import Capture
 from gradsync_fx.captured import CapturedStep
+from gradsync_fx.eager.step import Objects
 from gradsync_fx.ops import Role, argument
 from gradsync_fx.options import Options
 
@@ -25,8 +27,13 @@ def _of(captured: CapturedStep, options: Options) -> Iterator[str]:
     yield from _unsynchronised(captured)
     yield from _divided_twice(captured, options)
     yield from _no_sync(captured)
-    yield from _batch_norm(captured)
-    yield from _flags_of_ddp(captured)
+    yield from of_objects(captured.capture)
+
+
+def of_objects(objects: Capture | Objects) -> Iterator[str]:
+    """What the user's modules say, however the step runs."""
+    yield from _batch_norm(objects)
+    yield from _flags_of_ddp(objects)
 
 
 def _nothing_removed(captured: CapturedStep, options: Options) -> Iterator[str]:
@@ -102,18 +109,18 @@ def _no_sync(captured: CapturedStep) -> Iterator[str]:
             )
 
 
-def _batch_norm(captured: CapturedStep) -> Iterator[str]:
-    if not captured.capture.batch_norms:
+def _batch_norm(objects: Capture | Objects) -> Iterator[str]:
+    if not objects.batch_norms:
         return
-    names = ", ".join(captured.capture.batch_norms)
+    names = ", ".join(objects.batch_norms)
     yield (
         f"BatchNorm in training mode ({names}): its statistics are of micro-batches, so the result is that of eager "
         "accumulation, not of one large batch"
     )
 
 
-def _flags_of_ddp(captured: CapturedStep) -> Iterator[str]:
-    for ddp in captured.capture.ddp:
+def _flags_of_ddp(objects: Capture | Objects) -> Iterator[str]:
+    for ddp in objects.ddp:
         for flag in ("static_graph", "find_unused_parameters"):
             if getattr(ddp, flag, False):
                 yield f"DistributedDataParallel({flag}=True) is not used: its reducer never runs"

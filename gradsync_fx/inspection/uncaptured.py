@@ -7,6 +7,7 @@ import torch
 from gradsync_fx.eager.step import EagerStep
 from gradsync_fx.inspection.costs import Hardware, Load, predict
 from gradsync_fx.inspection.data import Collective
+from gradsync_fx.inspection.remarks import of_objects
 from gradsync_fx.inspection.report import Report
 from gradsync_fx.inspection.tensors import dtype_name, parameters, scale
 from gradsync_fx.options import Options
@@ -39,9 +40,10 @@ def describe_eager(
         warnings=(
             "the step runs eagerly: nothing is compiled, no reduction overlaps with backward or update, and a boundary "
             f"copies the {held:,} bytes of sums once more than a captured step",
+            *of_objects(eager.capture),
         ),
-        unused_parameters=tuple(n for n in eager.capture.parameters if n not in sums),
-        parameters=parameters(eager.capture, sums, list(sums)),
+        unused_parameters=tuple(n for n in eager.capture.parameters if n not in eager.trained),
+        parameters=parameters(eager.capture, sums, eager.trained),
         regions=(),
         passes=(),
         programs=(),
