@@ -39,7 +39,7 @@ from gradsync_fx.errors import (
     NoOptimizerError,
 )
 from gradsync_fx.interception import intercepting
-from gradsync_fx.observed import CallSite, HostCall, Observed, observed, readable
+from gradsync_fx.observed import CallSite, Declared, HostCall, Observed, observed, readable
 from gradsync_fx.ops import OURS, TORCHS, UPDATE, argument
 from gradsync_fx.optimizer_state import parameters_of
 from gradsync_fx.presence import compiling
@@ -63,6 +63,7 @@ class Capture:
     no_syncs: tuple[tuple[str, bool], ...]
     batch_norms: tuple[str, ...]
     moved: tuple[str, ...]
+    declared: tuple[Declared, ...]
 
 
 _serial = itertools.count()
@@ -239,6 +240,7 @@ def _capture(
         no_syncs=tuple((n.line, not n.late) for n in seen.no_syncs),
         batch_norms=batch_norms(seen),
         moved=tuple(seen.moved),
+        declared=tuple(seen.declared),
     )
 
 

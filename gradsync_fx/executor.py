@@ -72,6 +72,8 @@ class Executor:
 
     def on_capture(self, capture: Capture) -> Any:
         """Prepares a capture to run; returns what runs it."""
+        for declared in capture.declared:
+            declared.check(self.options.gradient_accumulation_steps)
         captured, new = self.catalogue.admit(capture, self.options)
         log.info(
             "captured %d nodes, %d gradients; %s",

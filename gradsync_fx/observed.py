@@ -36,6 +36,24 @@ class HostCall:
     arguments: tuple[tuple[str, Any], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """A window length that another library's object in the step was given, and the line that met it."""
+
+    where: str
+    steps: int
+
+    def check(self, steps: object) -> None:
+        """Raises `CaptureError` where the step's own k is a number, and another one."""
+        if isinstance(steps, int) and steps != self.steps:
+            raise CaptureError(
+                self.where,
+                seen=f"gradient_accumulation_steps is {self.steps} there, and {steps} in gradsync_fx.optimize",
+                wanted="one window, the step's own",
+                fix=f"pass gradient_accumulation_steps={self.steps} to optimize, or leave it out there",
+            )
+
+
 @dataclass(slots=True)
 class NoSync:
     """A `no_sync` of DDP's in the step. before: forwards of DDP modules ahead of it. late: backward, and no forward."""
@@ -66,6 +84,7 @@ class Observed:
     host_calls: list[HostCall] = field(default_factory=list)
     weights: int = 0
     no_syncs: list[NoSync] = field(default_factory=list)
+    declared: list[Declared] = field(default_factory=list)
     forwards: int = 0
     variables: dict[int, Any] = field(default_factory=dict)
     chain: Any = None
@@ -103,6 +122,7 @@ class Observed:
             self.no_syncs.clear()
             self.moved.clear()
             self.appended.clear()
+            self.declared.clear()
         return self
 
     def roots(self) -> list[tuple[str, nn.Module]]:

@@ -121,6 +121,18 @@ def test_refused(what: str, culprit: str) -> None:
         refused(gradsync_fx.CaptureError, culprit, run, torch.randn(4, 8), torch.randn(4, 1))
 
 
+def test_another_k_of_the_accelerator_is_an_error() -> None:
+    with accelerated.launched(None):
+        p = accelerated.prepared({}, 4)
+        batch = torch.randn(4, 8), torch.randn(4, 1)
+        step = accelerated.step_of(p, "documented")
+        for k in (1, 2):
+            error = refused(gradsync_fx.CaptureError, "the Accelerator", quick(step, k), *batch)
+            assert f"is 4 there, and {k} in" in error.seen
+        quick(step, 4)(*batch)
+        assert quick(step, "manual")(*batch).isfinite()  # type: ignore[arg-type]
+
+
 def test_nothing_is_imported_for_others() -> None:
     script = """
 import sys, torch, gradsync_fx

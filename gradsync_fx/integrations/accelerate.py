@@ -1,6 +1,7 @@
 """What a trace does at the calls of Hugging Face Accelerate: one window, which is the step's own.
 
-accelerator.backward(loss)       loss.backward(): the division by Accelerate's k is left out, the window has its own
+accelerator.backward(loss)       loss.backward(): the division by Accelerate's k is left out, the window has its own;
+                                 that k may be 1, its default, or the step's, and is an error where it is another
 accelerator.accumulate(model)    nothing: which call is the boundary is not Accelerate's to say
 accelerator.sync_gradients       True: what stands under it runs at the boundary, like all that reads gradients
 accelerator.clip_grad_norm_      torch.nn.utils.clip_grad_norm_, and the same for clip_grad_value_
@@ -34,7 +35,7 @@ from gradsync_fx.answers import (
     optimizer_step,
     optimizer_zero_grad,
 )
-from gradsync_fx.observed import const, is_none, refuse
+from gradsync_fx.observed import Declared, const, is_none, line_of, observed, refuse
 
 
 _SHARDED = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
@@ -64,6 +65,10 @@ def _check(tx: Any, owner: Any, what: str) -> None:
 
 def _backward(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     _check(tx, owner, "backward")
+    declared = owner.value.gradient_accumulation_steps
+    if declared > 1:  # 1 is Accelerate's default: it says nothing
+        where = f"the Accelerator of accelerator.backward, at {line_of(tx)}"
+        observed().in_graph(tx.output).declared.append(Declared(where, declared))
     loss = args.pop(0) if args else kwargs.pop("loss")
     if "learning_rate" in kwargs:
         refuse(
