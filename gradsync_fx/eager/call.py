@@ -178,7 +178,7 @@ class EagerCall:
             if number in self.updated:
                 continue
             held = self._step.held_by(number)
-            self._take(held)
+            self._take(name for name in self._step.capture.parameters if name in held)
             if self._closes(number):
                 self.updated[number] = self._settle(number, held)
         return all(number in self.updated for number in owners)

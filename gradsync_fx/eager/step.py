@@ -178,7 +178,7 @@ class EagerStep:
 
     def _install(self, parameter: torch.Tensor, flat: torch.Tensor) -> None:
         value = flat.view(parameter.shape).to(parameter.dtype)
-        if parameter.grad is None:
+        if parameter.grad is None or parameter.grad.is_sparse:
             parameter.grad = value.clone()
         else:
             parameter.grad.copy_(value)  # in place: clip_grad_norm_ holds the tensors by now

@@ -128,8 +128,8 @@ class _MicroStep:
             call.end(manual=executor.options.manual)
             ended = True
         finally:
-            if not ended and any(call.updated.values()):
-                self._end_window()  # parameters have changed: those parts of the window are over
+            if not ended and call.updated:
+                self._void()
         self._add([n for n in call.terms if n not in self._added])
         if any(isinstance(deed, Update) for deed in call.deeds):
             step.deeds = call.deeds
@@ -145,9 +145,21 @@ class _MicroStep:
         step.schedule([i for i, updated in call.updated.items() if updated])
         return result
 
+    def _void(self) -> None:
+        """The step raised when its window had been reduced: it cannot be as it was before the call."""
+        warnings.warn(
+            "the step raised behind the reduction of its window: the window is over, and only those optimizers have "
+            "updated that were reached",
+            GradSyncWarning,
+            stacklevel=2,
+        )
+        self._end_window()
+
     def _end_window(self) -> None:
         assert self._meeting is not None
-        updated = {self._step.part_of_optimizer(i) for i, u in self._call.updated.items() if u}
+        reached = {i for d in self._call.deeds if isinstance(d, Update) for i in d.reads}
+        made = [i for i, reduced in self._call.updated.items() if reduced and i in reached]
+        updated = {self._step.part_of_optimizer(i) for i in made}
         self._executor.window = self._after
         self._executor.end_window(self._step, self._meeting, frozenset(updated))
 
