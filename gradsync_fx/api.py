@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -31,7 +32,11 @@ from gradsync_fx.inspection.uncaptured import describe_eager
 from gradsync_fx.lowering import decompositions
 from gradsync_fx.options import Options
 from gradsync_fx.saving import load, save
+from gradsync_fx.self_check import Verdict, check
 from gradsync_fx.traces import artifact
+
+
+log = logging.getLogger(__name__)
 
 
 class OptimizedStep:
@@ -45,6 +50,7 @@ class OptimizedStep:
     ) -> None:
         functools.update_wrapper(self, train_step)
         self._executor = Executor(options, simulated)
+        self._to_check = options.self_check
         self._simulated, self._train_step = simulated is not None, train_step
         self._find = _Finder(train_step, self._executor)
         self._executor.catalogue.retrace = self._find.again
@@ -65,6 +71,11 @@ class OptimizedStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One micro-step. Returns what the step returns, tensors detached."""
         executor = self._executor
+        if self._to_check:
+            verdict = self.self_check(*args, **kwargs)
+            log.info("%s", verdict)
+            verdict.require()
+            self._to_check = False
         first = executor.setting is None
         executor.drop_user_gradients()
         result = self._find.call(*args, **kwargs)
@@ -165,6 +176,15 @@ class OptimizedStep:
             simulated=self._simulated,
             hardware=hardware,
         )
+
+    def self_check(self, *args: Any, **kwargs: Any) -> Verdict:
+        """Runs a window both ways, captured and in plain eager PyTorch, on copies of the step and all that it touches.
+
+        Each micro-step gets these arguments, its first rows replaced by others so that no two are alike. Nothing of
+        the user's changes: objects, random numbers, this window. Every rank calls it. Raises `WindowError` for a step
+        that cannot be copied, or whose windows have no one length.
+        """
+        return check(self._train_step, args, kwargs, self._executor.options, OptimizedStep)
 
     def capture(self, *args: Any, **kwargs: Any) -> None:
         """Captures a call with these arguments, compiling and running nothing: enough for `report`."""
@@ -297,6 +317,8 @@ def optimize(train_step: Callable[..., Any] | None = None, **options: Any) -> An
         the same windows without the graph rewrite, and says so once.
     rank_timeout (None): seconds that a boundary waits for the other ranks before it raises, compilation not counted;
         by default the group's own timeout.
+    self_check (False): ahead of the first call, `step.self_check` with its arguments; raises `VerificationError`, with
+        the verdict, where the captured window is not the plain eager one. Logged at INFO where it is.
     backend ("inductor"), mode, dynamic, options (None): how programs are lowered, as in `torch.compile`. "aot_eager"
         and "eager" run them with torch's own kernels; a callable gets (GraphModule, example inputs).
 

@@ -29,6 +29,11 @@ class Counter:
     def __init__(self, value: Any) -> None:
         self.value = value
 
+    @classmethod
+    def __torch_function__(cls, function: Any, *rest: Any) -> Any:
+        """torch's C code takes the class for a tensor's, and would read a tensor's memory."""
+        raise TypeError(f"a counter is given to {function}")
+
     def __neg__(self) -> Any:
         return -self.value
 
@@ -36,15 +41,15 @@ class Counter:
         return self.value
 
     def add_(self, other: Any, *, alpha: Any = 1) -> Counter:
-        self.value = self.value + plain(other) * alpha
+        self.value = self.value + _number(other) * alpha
         return self
 
     def mul_(self, other: Any) -> Counter:
-        self.value = self.value * plain(other)
+        self.value = self.value * _number(other)
         return self
 
     def copy_(self, other: Any) -> Counter:
-        self.value = plain(other)
+        self.value = _number(other)
         return self
 
     fill_ = copy_
@@ -53,6 +58,13 @@ class Counter:
 
 def plain(value: Any) -> Any:
     return value.value if type(value) is Counter else value
+
+
+def _number(value: Any) -> Any:
+    """Raises `TypeError` for a tensor: what is summed with one (a scalar parameter's momentum) counts nothing."""
+    if isinstance(value, torch.Tensor) and type(value) is not Counter:
+        raise TypeError("a counter meets a tensor")
+    return plain(value)
 
 
 def _forward(name: str) -> Any:

@@ -31,7 +31,10 @@ Compiled = Callable[[list[Any]], Any]
 
 def decompositions(options: Options) -> dict[Any, Any]:
     """Inductor wants its own table already at capture; the others keep torch's ops and so eager's numbers."""
-    return dict(select_decomp_table()) if options.backend == "inductor" else {}
+    if options.backend != "inductor":
+        return {}
+    with inductor_config.patch(_patches(options)):  # fallback_random, say, is another table
+        return dict(select_decomp_table())
 
 
 def lower(program: Program, fake_mode: Any, options: Options) -> Compiled:
@@ -50,8 +53,7 @@ def lower(program: Program, fake_mode: Any, options: Options) -> Compiled:
 
 
 def _inductor(program: Program, fake_mode: Any, options: Options) -> Compiled:
-    patches = dict(list_mode_options(options.mode)) if options.mode else {}
-    patches.update({k.replace("-", "_"): v for k, v in (options.options or {}).items()})
+    patches = _patches(options)
     # Inductor rewrites what it is given; the program stays readable.
     module = copy_module(program.module)
     cut = cut_updates(module)
@@ -73,6 +75,13 @@ def _inductor(program: Program, fake_mode: Any, options: Options) -> Compiled:
         return results[:outputs]
 
     return run
+
+
+def _patches(options: Options) -> dict[str, Any]:
+    """Inductor's own settings, of the mode and by name."""
+    patches = dict(list_mode_options(options.mode)) if options.mode else {}
+    patches.update({k.replace("-", "_"): v for k, v in (options.options or {}).items()})
+    return patches
 
 
 def _compiled(

@@ -35,6 +35,7 @@ class Options:
     on_unsupported: str = "error"
     skip_nonfinite: bool = False
     rank_timeout: float | None = None
+    self_check: bool = False
     backend: str | Callable[..., Any] = "inductor"
     mode: str | None = None
     dynamic: bool | None = None
@@ -45,7 +46,7 @@ class Options:
         _one_of("reduction", self.reduction, REDUCTIONS)
         _one_of("broadcast_buffers", self.broadcast_buffers, BROADCASTS)
         _one_of("on_unsupported", self.on_unsupported, ("error", "eager"))
-        for name in ("sync_each_batch", "skip_nonfinite"):
+        for name in ("sync_each_batch", "skip_nonfinite", "self_check"):
             if not isinstance(getattr(self, name), bool):
                 raise _bad(name, getattr(self, name), "True or False")
         cap = self.bucket_cap_mb

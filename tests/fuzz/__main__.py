@@ -1,0 +1,70 @@
+"""`python -m tests.fuzz --examples 500 --seed 1 --ranks 1`: goes on after a failure, and prints each failing case."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from tests.fuzz.cases import Case
+from tests.fuzz.plain import compare
+from tests.fuzz.play import play
+from tests.fuzz.strategies import cases
+from tests.workers import Ranks
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("--examples", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--verbose", action="store_true", help="print each case before it runs")
+    parser.add_argument("--ranks", type=int, choices=(1, 2), default=1)
+    given_arguments = parser.parse_args()
+    count, start = given_arguments.examples, time.monotonic()
+    torch.set_num_threads(1)
+    pair = Ranks(Path(tempfile.mkdtemp()))
+    ran, failed = 0, 0
+
+    @seed(given_arguments.seed)
+    @settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=cases(ranks=given_arguments.ranks))
+    def one(case: Case) -> None:
+        nonlocal ran, failed
+        ran += 1
+        if given_arguments.verbose:
+            print(f"{case!r},", flush=True)
+        try:
+            if case.ranks == 1:
+                torch.compiler.reset()
+                compare(case, [play(0, case)])
+            else:
+                compare(case, pair(play, case, timeout=60.0))
+        except Exception:
+            failed += 1
+            print(f"\nFAILED {case!r}\n{traceback.format_exc(limit=-8)}", flush=True)
+        if ran % 10 == 0:
+            took = time.monotonic() - start
+            print(f"{ran} of {count} ran, {failed} failed, {took:.0f} s", flush=True)
+
+    try:
+        one()
+    finally:
+        pair.stop()
+    print(f"{ran} ran, {failed} failed, seed {given_arguments.seed}")
+    return failed > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
