@@ -40,6 +40,16 @@ def norms_as_sums(module: GraphModule, fake_mode: Any) -> None:
             graph.erase_node(many)
 
 
+def resets(module: GraphModule) -> dict[Node, Node]:
+    """The inputs that end as zero, each with the write of that."""
+    copies = module.graph.find_nodes(op="call_function", target=_aten.copy_.default)
+    return {argument(c, 0): c for c in copies if _is_zeros(argument(c, 1)) and not c.users}
+
+
+def _is_zeros(node: Any) -> bool:
+    return isinstance(node, Node) and node.target is _aten.full.default and argument(node, 1) == 0
+
+
 def write_early(module: GraphModule) -> None:
     """Moves each write into an input right behind what it writes, where nobody reads the input as it was after that."""
     graph = module.graph
