@@ -19,7 +19,7 @@ from gradsync_fx._torch import (
     select_decomp_table,
     tracing,
 )
-from gradsync_fx.fusible import norms_as_sums, write_early
+from gradsync_fx.fusible import add_products, norms_as_sums, write_early
 from gradsync_fx.inlining import copy_module, inline_bodies
 from gradsync_fx.kernels import cut_updates, run_calls
 from gradsync_fx.options import Options
@@ -63,6 +63,7 @@ def _inductor(program: Program, fake_mode: Any, options: Options) -> Compiled:
     cut = cut_updates(module)
     inline_bodies(module, fake_mode)
     norms_as_sums(module, fake_mode)
+    add_products(module, fake_mode)
     write_early(module)
     main = _compiled(module, program.inputs(), fake_mode, patches)
     if not cut.calls:

@@ -197,7 +197,12 @@ def find_buckets(
     done += [(key, joined) for key, (joined, _) in open_buckets.items()]
     # A bucket's all-reduce starts behind its last gradient: the tail program has to keep that order.
     done.sort(key=lambda item: leaves.index(item[1][-1]))
-    return tuple(Bucket(tuple(joined), key[0], key[1]) for key, joined in done)
+
+    def uneven(leaf: int) -> bool:
+        return capture.step.leaves[leaf].parameter.numel() % 16 != 0
+
+    # Behind one of them, the bucket's others would not start at a cache line.
+    return tuple(Bucket(tuple(sorted(joined, key=uneven)), key[0], key[1]) for key, joined in done)
 
 
 def _reduction(capture: Capture, regions: Regions, setting: Setting, leaf: int) -> Reduction:
