@@ -10,6 +10,7 @@ from gradsync_fx.capture import hook_error
 from gradsync_fx.captured import CapturedStep
 from gradsync_fx.eager.step import EagerStep
 from gradsync_fx.errors import WindowError
+from gradsync_fx.flat import allocate
 from gradsync_fx.observed import has_hooks
 from gradsync_fx.options import Options
 from gradsync_fx.planning import accumulator_dtype, part_of
@@ -34,8 +35,21 @@ class Accumulators:
 
     def make_room(self, captured: CapturedStep, options: Options) -> None:
         """An accumulator for every leaf of a new capture; saved sums that waited for it come in."""
-        leaves = [captured.capture.step.leaves[leaf] for leaf in captured.regions.leaves]
-        self.make({x.name: x.parameter for x in leaves}, captured.capture.parameters, options)
+        leaves = captured.capture.step.leaves
+        for bucket in captured.plan.buckets:
+            self._make_bucket({leaves[i].name: leaves[i].parameter for i in bucket.leaves}, options)
+        self.make({}, captured.capture.parameters, options)
+
+    def _make_bucket(self, wanted: Mapping[str, torch.Tensor], options: Options) -> None:
+        """New sums of one bucket, of one dtype, as views of one flat tensor; those of other layouts by themselves."""
+        fresh = {n: p for n, p in wanted.items() if n not in self.sums and p.is_contiguous()}
+        if fresh:
+            dtype = accumulator_dtype(next(iter(fresh.values())), options)
+            views = allocate(list(fresh.values()), dtype)
+            for (name, parameter), view in zip(fresh.items(), views, strict=True):
+                self._keep(name, parameter, view, options)
+        for name, parameter in wanted.items():
+            self._make(name, parameter, options)
 
     def make(
         self,
@@ -54,12 +68,18 @@ class Accumulators:
     def _make(self, name: str, parameter: torch.Tensor, options: Options) -> None:
         if name not in self.sums:
             dtype = accumulator_dtype(parameter, options)
-            self.sums[name] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-            self.parameters[name], self._part_of[name] = parameter, part_of(parameter, options)
+            total = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+            self._keep(name, parameter, total, options)
         if name in self.restored:
             value = self.restored.pop(name)
             check_fits(name, self.sums[name], value)
             self.sums[name].copy_(value)
+
+    def _keep(
+        self, name: str, parameter: torch.Tensor, total: torch.Tensor, options: Options
+    ) -> None:
+        self.sums[name] = total
+        self.parameters[name], self._part_of[name] = parameter, part_of(parameter, options)
 
     def replace(
         self, saved: dict[str, torch.Tensor], captures: Sequence[CapturedStep | EagerStep]

@@ -3,6 +3,7 @@
 foreach_norm([a, b], 2)[i]   ->   sqrt(sum(a * a))    part of the loop that makes the values; the op for many tensors is
                                                       opaque, and reads values that were stored for it
 copy_(acc, acc + g), last    ->   the same, right behind the sum: the gradient's memory is free for the next one
+copy_(acc, acc + mm(a, b))   ->   add_product(acc, a, b): the product adds itself to the sum, and is never stored
 """
 
 from __future__ import annotations
@@ -18,6 +19,23 @@ from gradsync_fx.ops import argument
 
 
 _aten = torch.ops.aten
+_LIBRARY = torch.library.Library("gradsync_fx", "FRAGMENT")
+_LIBRARY.define("add_product(Tensor(a!) total, Tensor a, Tensor b) -> ()")
+# Below, the product's time is the call's.
+_WORTH_IT = 2**14
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    torch.addmm(total, a, b, out=total)
+
+
+@torch.library.register_fake("gradsync_fx::add_product", lib=_LIBRARY)
+def _add_product_fake(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Nothing is made."""
+
+
+_LIBRARY.impl("add_product", _add_product, "CompositeExplicitAutograd")
+ADD_PRODUCT = torch.ops.gradsync_fx.add_product.default
 
 
 def norms_as_sums(module: GraphModule, fake_mode: Any) -> None:
@@ -40,6 +58,16 @@ def norms_as_sums(module: GraphModule, fake_mode: Any) -> None:
             graph.erase_node(many)
 
 
+def resets(module: GraphModule) -> dict[Node, Node]:
+    """The inputs that end as zero, each with the write of that."""
+    copies = module.graph.find_nodes(op="call_function", target=_aten.copy_.default)
+    return {argument(c, 0): c for c in copies if _is_zeros(argument(c, 1)) and not c.users}
+
+
+def _is_zeros(node: Any) -> bool:
+    return isinstance(node, Node) and node.target is _aten.full.default and argument(node, 1) == 0
+
+
 def write_early(module: GraphModule) -> None:
     """Moves each write into an input right behind what it writes, where nobody reads the input as it was after that."""
     graph = module.graph
@@ -51,3 +79,52 @@ def write_early(module: GraphModule) -> None:
         others = [u for u in onto.users if u is not copy]
         if onto.op == "placeholder" and all(order[u] <= order[source] for u in others):
             source.append(copy)
+
+
+def add_products(module: GraphModule, fake_mode: Any) -> None:
+    """Gradients that are a product of matrices go into their sums without a tensor of their own."""
+    graph = module.graph
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for copy in graph.find_nodes(op="call_function", target=_aten.copy_.default):
+        total, source = argument(copy, 0), argument(copy, 1)
+        factors = _product(total, source)
+        if factors is None or copy.users or set(source.users) != {copy}:
+            continue
+        others = [order[u] for u in total.users if u is not copy and u is not source]
+        if any(order[source] < place < order[copy] for place in others):
+            continue
+        with graph.inserting_before(source):
+            a, b = (
+                emit(graph, fake_mode, _aten.permute.default, (factor, [1, 0]), {})
+                if turned
+                else factor
+                for factor, turned in factors
+            )
+            emit(graph, fake_mode, ADD_PRODUCT, (total, a, b), {})
+        unread = [copy, source]
+        while unread[-1].target is not _aten.mm.default:
+            unread.append(argument(unread[-1], 1 if unread[-1] is source else 0))
+        for node in unread:
+            graph.erase_node(node)
+
+
+def _product(total: Node, source: Any) -> list[tuple[Node, bool]] | None:
+    """The factors of a product that `source` adds to `total`, each with whether it has to be transposed."""
+    if not isinstance(source, Node) or source.target is not _aten.add.Tensor:
+        return None
+    if total.op != "placeholder" or source.args[0] is not total or source.kwargs:
+        return None
+    product, turned = argument(source, 1), False
+    while isinstance(product, Node) and product.target is _aten.permute.default:
+        if len(product.users) > 1:
+            return None
+        product, turned = argument(product, 0), not turned
+    if not isinstance(product, Node) or product.target is not _aten.mm.default:
+        return None
+    form, value = total.meta["val"], product.meta["val"]
+    if form.dtype is not value.dtype or form.device.type != "cpu" or len(product.users) > 1:
+        return None
+    if not all(type(n) is int for n in form.shape) or form.numel() < _WORTH_IT:
+        return None
+    a, b = argument(product, 0), argument(product, 1)
+    return [(b, True), (a, True)] if turned else [(a, False), (b, False)]

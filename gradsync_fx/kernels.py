@@ -28,9 +28,11 @@ from gradsync_fx._torch import (
     StatelessSymbolicContext,
 )
 from gradsync_fx.draft import emit
+from gradsync_fx.fusible import resets
 from gradsync_fx.inlining import copy_body
 from gradsync_fx.ops import argument
 from gradsync_fx.program import output_values
+from gradsync_fx.wire import WAIT_SUMS
 
 
 _aten = torch.ops.aten
@@ -67,12 +69,24 @@ class KernelCall:
     scalars: tuple[Value, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Before the calls that read them: the sums of a bucket, which travel when the main program has ended."""
+
+    sums: tuple[Value, ...]
+
+
 @dataclass(slots=True)
 class Cut:
     """What was cut out of a program, and the outputs that its main program has more."""
 
-    calls: list[KernelCall] = field(default_factory=list)
+    calls: list[KernelCall | Wait] = field(default_factory=list)
     extras: list[Node] = field(default_factory=list)
+
+    @property
+    def kernels(self) -> list[Kernel]:
+        """Each once."""
+        return list(dict.fromkeys(c.kernel for c in self.calls if isinstance(c, KernelCall)))
 
 
 def cut_updates(module: GraphModule) -> Cut:
@@ -86,14 +100,11 @@ class _Cutter:
         self.position = {h: i for i, h in enumerate(self.graph.find_nodes(op="placeholder"))}
         self.found = Cut()
         self.kernels: dict[str, Kernel] = {}
-        self.resets: dict[Node, Node] = {}
+        self.resets = resets(module)
         self.writes: dict[Node, list[Node]] = {}
         copies = self.graph.find_nodes(op="call_function", target=_aten.copy_.default)
         for copy in copies:
-            onto, source = argument(copy, 0), argument(copy, 1)
-            self.writes.setdefault(onto, []).append(copy)
-            if _is_zeros(source) and len(copy.users) == 0:
-                self.resets[onto] = copy
+            self.writes.setdefault(argument(copy, 0), []).append(copy)
 
     def cut(self) -> Cut:
         for node in self.graph.find_nodes(op="call_module"):
@@ -103,6 +114,7 @@ class _Cutter:
         (out,) = self.graph.find_nodes(op="output")
         out.args = ((*output_values(self.module), *self.found.extras),)
         self.graph.eliminate_dead_code(_lasts)
+        self._cut_waits()
         self.module.delete_all_unused_submodules()
         self.module.recompile()
         return self.found
@@ -136,7 +148,7 @@ class _Cutter:
         body = self.module.get_submodule(str(call.target))
         total, scaling = _scaling(argument(call, 1))
         raw = self._sum_in_place(total)
-        resets = raw in self.resets
+        zeroes = raw in self.resets
         inputs: list[Any] = list(call.args)
         written = {i: argument(copy, 0) for i, copy in sorted(copies.items())}
         beside = [n for n in inputs[2:] if n.meta["val"].dim() and n not in written.values()]
@@ -150,7 +162,7 @@ class _Cutter:
             [
                 call.target,
                 list(written),
-                resets,
+                zeroes,
                 [(n.meta["val"].dtype, number.get(n)) for n in (*inputs[:1], *inputs[2:])],
                 [(n.meta["val"].dtype, n.meta["val"].device) for n in (*full, *single)],
                 [
@@ -164,9 +176,9 @@ class _Cutter:
             stands = {total: raw, inputs[1]: scaling[-1] if scaling else raw}
             inputs = [stands.get(n, n) for n in inputs]
             self.kernels[text] = _kernel(
-                body, inputs, written, full, single, scaling, total, resets=resets
+                body, inputs, written, full, single, scaling, total, resets=zeroes
             )
-        if resets:
+        if zeroes:
             self.graph.erase_node(self.resets.pop(raw))
         for copy in copies.values():
             self.graph.erase_node(copy)
@@ -177,6 +189,22 @@ class _Cutter:
                 tuple(self._value(n) for n in single),
             )
         )
+
+    def _cut_waits(self) -> None:
+        """A bucket that only kernels read is waited for right before them: others' updates run meanwhile."""
+        order = {node: i for i, node in enumerate(self.graph.nodes)}
+        calls: list[KernelCall | Wait] = list(self.found.calls)
+        last: list[KernelCall | Wait] = []
+        for wait in self.graph.find_nodes(op="call_function", target=WAIT_SUMS):
+            sums: list[Node] = argument(wait, 0)
+            if any(order[u] > order[wait] for total in sums for u in total.users):
+                continue
+            self.graph.erase_node(wait)
+            waited = Wait(tuple(self._value(n) for n in sums))
+            mine = [c for c in calls if isinstance(c, KernelCall) and {*c.tensors} & {*waited.sums}]
+            calls = [c for c in calls if c not in mine]
+            last += [waited, *mine]
+        self.found.calls = [*calls, *last]
 
     def _sum_in_place(self, raw: Node) -> Node:
         """acc + g, where acc is zeroed afterwards: the sum goes into acc, and the zeroing into the kernel."""
@@ -205,10 +233,6 @@ def _lasts(node: Node) -> bool:
         or node.target is _aten.copy_.default
         or (node.op == "call_function" and node.is_impure())
     )
-
-
-def _is_zeros(node: Any) -> bool:
-    return isinstance(node, Node) and node.target is _aten.full.default and argument(node, 1) == 0
 
 
 def _scaling(gradient: Node) -> tuple[Node, list[Node]]:
@@ -275,10 +299,13 @@ def _kernel(
     return Kernel(module, mode, len(written), resets)
 
 
-def run_calls(calls: list[KernelCall], inputs: list[Any], extras: list[Any]) -> None:
+def run_calls(calls: list[KernelCall | Wait], inputs: list[Any], extras: list[Any]) -> None:
     """Every update, in place."""
     held = {"input": inputs, "extra": extras}
     for call in calls:
+        if isinstance(call, Wait):
+            WAIT_SUMS([held[v.kind][v.index] for v in call.sums])
+            continue
         tensors = [held[v.kind][v.index] for v in call.tensors]
         scalars = [held[v.kind][v.index] for v in call.scalars]
         _run(call.kernel, tensors, scalars)

@@ -19,10 +19,11 @@ from gradsync_fx._torch import (
     select_decomp_table,
     tracing,
 )
-from gradsync_fx.fusible import norms_as_sums, write_early
+from gradsync_fx.fusible import add_products, norms_as_sums, write_early
 from gradsync_fx.inlining import copy_module, inline_bodies
 from gradsync_fx.kernels import cut_updates, run_calls
 from gradsync_fx.options import Options
+from gradsync_fx.overlap import gradient_reductions, reduce_in_place, wait_late
 from gradsync_fx.program import Program, output_values
 
 
@@ -56,14 +57,20 @@ def _inductor(program: Program, fake_mode: Any, options: Options) -> Compiled:
     patches = _patches(options)
     # Inductor rewrites what it is given; the program stays readable.
     module = copy_module(program.module)
+    if gradient_reductions(module):
+        wait_late(module)
+        reduce_in_place(module, fake_mode)
+        # Inductor's own order of least memory starts all-reduces late.
+        patches.setdefault("reorder_for_peak_memory", False)
     cut = cut_updates(module)
     inline_bodies(module, fake_mode)
     norms_as_sums(module, fake_mode)
+    add_products(module, fake_mode)
     write_early(module)
     main = _compiled(module, program.inputs(), fake_mode, patches)
     if not cut.calls:
         return main
-    for kernel in dict.fromkeys(call.kernel for call in cut.calls):
+    for kernel in cut.kernels:
         inputs = [n.meta["val"] for n in kernel.module.graph.find_nodes(op="placeholder")]
         kernel.run = _compiled(copy_module(kernel.module), inputs, kernel.fake_mode, patches)
     outputs = len(output_values(program.module))

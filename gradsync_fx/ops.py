@@ -59,6 +59,7 @@ LEAF_GRAD = torch.ops.gradsync_fx.leaf_grad.default
 UPDATE = torch.ops.gradsync_fx.update.default
 NOTE = torch.ops.gradsync_fx.note.default
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
+ALL_REDUCE_IN_PLACE = torch.ops._c10d_functional.all_reduce_.default
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 ITEM = torch.ops.aten._local_scalar_dense.default
 

@@ -25,6 +25,10 @@ from gradsync_fx.regions import Regions
 
 
 DEFAULT_CAP_MB = Options().bucket_cap_mb
+MIB = 2**20
+# As DDP's. Then gloo's latency is worth less than an early start, and than an update that overlaps the next bucket.
+FIRST_BYTES = MIB
+USUAL_BYTES = {"cpu": 4 * MIB}
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,14 +194,27 @@ def find_buckets(
         joined, used = open_buckets.pop(key, ([], 0))
         joined, used = [*joined, leaf], used + size
         # Closed once full, as DDP does: a small gradient beside large ones never has to travel alone.
-        if used >= setting.bucket_bytes:
+        if used >= _bytes_of_next(setting, parameter.device, first=not done):
             done.append((key, joined))
         else:
             open_buckets[key] = (joined, used)
     done += [(key, joined) for key, (joined, _) in open_buckets.items()]
     # A bucket's all-reduce starts behind its last gradient: the tail program has to keep that order.
     done.sort(key=lambda item: leaves.index(item[1][-1]))
-    return tuple(Bucket(tuple(joined), key[0], key[1]) for key, joined in done)
+
+    def uneven(leaf: int) -> bool:
+        return capture.step.leaves[leaf].parameter.numel() % 16 != 0
+
+    # Behind one of them, the bucket's others would not start at a cache line.
+    return tuple(Bucket(tuple(sorted(joined, key=uneven)), key[0], key[1]) for key, joined in done)
+
+
+def _bytes_of_next(setting: Setting, device: torch.device, *, first: bool) -> int:
+    """How full a bucket has to be. Where nobody set a cap: what starts the wire soon, and leaves little to the end."""
+    cap = setting.bucket_bytes
+    if cap != int(DEFAULT_CAP_MB * MIB):
+        return cap
+    return min(cap, FIRST_BYTES if first else USUAL_BYTES.get(device.type, cap))
 
 
 def _reduction(capture: Capture, regions: Regions, setting: Setting, leaf: int) -> Reduction:

@@ -14,6 +14,7 @@ LAYERS = [
     [
         "options",
         "_torch",
+        "flat",
         "integrations",
         "integrations.lightning",
         "diagnosis",
@@ -34,6 +35,7 @@ LAYERS = [
     [
         "program",
         "flow",
+        "wire",
         "canonicalize",
         "observed",
         "journal",
@@ -78,7 +80,7 @@ LAYERS = [
         "fusible",
         "inspection.report",
     ],
-    ["kernels"],
+    ["kernels", "overlap"],
     ["lowering"],
     ["passes.bucket", "passes.update"],
     ["passes.weigh"],

@@ -39,6 +39,7 @@ def reduce_bucket(
         pieces = [draft.call(_aten.reshape.default, w, [-1]) for w in wire]
         flat = pieces[0] if len(pieces) == 1 else draft.call(_aten.cat.default, pieces)
         started = draft.call(ops.ALL_REDUCE, flat, bucket.reduction.op, group)
+        started.meta["bucket"] = True  # for the lowering
         waited = draft.call(ops.WAIT, started)
         reduced, start = [], 0
         for term in terms:

@@ -1,0 +1,62 @@
+"""Two ops that reduce a bucket of running sums in place: one starts its all-reduce, the other waits for it.
+
+start(sums, "sum", group, wire dtype)     the flat tensor below the sums (flat.py) goes out as it is
+wait(sums)                                from here on they are reduced
+
+Sums that do not lie in one stretch (a bucket by name, saved sums of another layout) are joined, and copied back. A wire
+of another dtype is a copy of the bucket.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gradsync_fx.flat import joined
+from gradsync_fx.ops import ALL_REDUCE_IN_PLACE, WAIT
+
+
+_LIBRARY = torch.library.Library("gradsync_fx", "FRAGMENT")
+_LIBRARY.define("start(Tensor(a!)[] sums, str op, str group, ScalarType wire) -> ()")
+_LIBRARY.define("wait(Tensor(a!)[] sums) -> ()")
+
+# What is under way, by the place of the first sum.
+_travelling: dict[int, torch.Tensor] = {}
+
+
+def _start(sums: list[torch.Tensor], op: str, group: str, wire: torch.dtype) -> None:
+    flat = joined(sums)
+    if flat is None:
+        flat = torch.cat([total.reshape(-1) for total in sums])
+    flat = flat.to(wire)
+    ALL_REDUCE_IN_PLACE(flat, op, group)
+    _travelling[sums[0].data_ptr()] = flat
+
+
+def _wait(sums: list[torch.Tensor]) -> None:
+    reduced = _travelling.pop(sums[0].data_ptr())
+    WAIT(reduced)
+    flat = joined(sums)
+    if flat is None:
+        parts = reduced.split([total.numel() for total in sums])
+        for total, part in zip(sums, parts, strict=True):
+            total.copy_(part.view(total.shape))
+    elif flat.data_ptr() != reduced.data_ptr():
+        flat.copy_(reduced)
+
+
+_LIBRARY.impl("start", _start, "CompositeExplicitAutograd")
+_LIBRARY.impl("wait", _wait, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("gradsync_fx::start", lib=_LIBRARY)
+def _start_fake(sums: list[torch.Tensor], op: str, group: str, wire: torch.dtype) -> None:
+    """Nothing is made."""
+
+
+@torch.library.register_fake("gradsync_fx::wait", lib=_LIBRARY)
+def _wait_fake(sums: list[torch.Tensor]) -> None:
+    """Nothing is made."""
+
+
+START_SUMS = torch.ops.gradsync_fx.start.default
+WAIT_SUMS = torch.ops.gradsync_fx.wait.default

@@ -1,0 +1,31 @@
+"""The two ops of wire.py on sums of every kind of place."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed import group
+
+from gradsync_fx.flat import allocate
+from gradsync_fx.wire import START_SUMS, WAIT_SUMS
+
+
+FORMS = [torch.empty(2, 3), torch.empty(()), torch.empty(5)]
+
+
+def reduced(rank: int, place: str, wire: torch.dtype) -> list[torch.Tensor]:
+    """Sums of 1/3 on rank 0 and 2/3 on rank 1. place: "joined", or "apart"."""
+    sums = (
+        allocate(FORMS, torch.float32)
+        if place == "joined"
+        else [torch.zeros(f.shape) for f in FORMS]
+    )
+    others = allocate(FORMS, torch.float32)
+    for total in sums:
+        total.fill_((1 + rank) / 3)
+    name = group.WORLD.group_name
+    START_SUMS(sums, "sum", name, wire)
+    START_SUMS(others, "sum", name, wire)
+    WAIT_SUMS(sums)
+    WAIT_SUMS(others)
+    assert all(not total.any() for total in others)
+    return sums

@@ -1,0 +1,106 @@
+"""Where all-reduces and waits stand in a boundary program as it is compiled, for two ranks that are not there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor.graph import GraphLowering
+from torch.fx import GraphModule, Node
+
+from gradsync_fx.api import OptimizedStep
+from gradsync_fx.inlining import copy_module
+from gradsync_fx.kernels import Cut, Wait, cut_updates
+from gradsync_fx.lowering import lower
+from gradsync_fx.ops import ALL_REDUCE, WAIT
+from gradsync_fx.options import Options
+from gradsync_fx.overlap import reduce_in_place, wait_late
+from gradsync_fx.program import Program
+from gradsync_fx.wire import START_SUMS, WAIT_SUMS
+from tests.drive import plain_step, step_of
+from tests.reference import mse
+
+
+def clip(model: nn.Module) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def boundary(step: Callable[..., Any], **options: Any) -> tuple[Program, Any]:
+    """Of four equal layers, each a bucket, between two ranks."""
+    model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    given = {"gradient_accumulation_steps": 2, "backend": "aot_eager", "bucket_cap_mb": 1e-3}
+    planned = OptimizedStep(step, Options.of({**given, **options}), simulated=2)
+    planned.capture(model, optimizer, torch.randn(4, 128), torch.randn(4, 128))
+    (captured,) = planned._executor.captures
+    return captured.build(frozenset({0})), captured.capture.fake_mode
+
+
+def rewritten(step: Callable[..., Any], **options: Any) -> tuple[GraphModule, Cut]:
+    program, fake_mode = boundary(step, **options)
+    module = copy_module(program.module)
+    wait_late(module)
+    reduce_in_place(module, fake_mode)
+    cut = cut_updates(module)
+    module.graph.lint()
+    return module, cut
+
+
+def found(module: GraphModule, target: Any) -> list[Node]:
+    return list(module.graph.find_nodes(op="call_function", target=target))
+
+
+def test_waits_stand_behind_the_backward() -> None:
+    """all_reduce, wait, mm, ...   ->   all_reduce, mm, ..., all_reduce, wait, wait"""
+    program, _ = boundary(plain_step)
+    module = copy_module(program.module)
+    wait_late(module)
+    module.graph.lint()
+    order = {node: i for i, node in enumerate(module.graph.nodes)}
+    starts, waits = found(module, ALL_REDUCE), found(module, WAIT)
+    assert len(starts) == len(waits) == 4
+    products = found(module, torch.ops.aten.mm.default)
+    assert max(order[n] for n in [*starts, *products]) < min(order[n] for n in waits)
+    assert order[starts[0]] < order[products[-1]]
+
+
+def test_each_bucket_is_waited_for_right_before_its_updates() -> None:
+    module, cut = rewritten(plain_step)
+    assert len(found(module, START_SUMS)) == 4
+    assert found(module, WAIT_SUMS) == found(module, ALL_REDUCE) == []
+    assert [isinstance(call, Wait) for call in cut.calls] == [True, False] * 4
+    for wait, update in zip(cut.calls[::2], cut.calls[1::2], strict=True):
+        assert isinstance(wait, Wait)
+        assert not isinstance(update, Wait)
+        assert update.tensors[update.kernel.written] in wait.sums
+    assert not cut.extras
+
+
+def test_with_a_norm_over_all_gradients_all_waits_come_first() -> None:
+    module, cut = rewritten(step_of(mse, clip))
+    assert len(found(module, START_SUMS)) == len(found(module, WAIT_SUMS)) == 4
+    assert not any(isinstance(call, Wait) for call in cut.calls)
+    assert len(cut.calls) == 4
+
+
+@pytest.mark.parametrize("options", [{"sync_each_batch": True}, {"reduce_dtype": torch.float16}])
+def test_what_is_no_plain_sum_travels_by_itself(options: dict[str, Any]) -> None:
+    module, _ = rewritten(plain_step, **options)
+    assert len(found(module, ALL_REDUCE)) == 4
+    assert found(module, START_SUMS) == []
+
+
+@pytest.mark.inductor
+def test_the_generated_code_starts_early_and_adds_products_in_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    code: list[str] = []
+    monkeypatch.setattr(GraphLowering, "save_output_code", staticmethod(code.append))
+    program, fake_mode = boundary(plain_step, backend="inductor")
+    lower(program, fake_mode, Options())
+    calls = re.findall(r"^ *torch\.ops\.(\w+\.\w+)", code[0], re.MULTILINE)
+    assert calls == ["gradsync_fx.add_product", "gradsync_fx.start"] * 4

@@ -1,0 +1,23 @@
+"""Sums over the ranks, in place, whether or not they lie in one stretch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.scenarios import wires
+from tests.workers import Ranks
+
+
+pytestmark = pytest.mark.gloo
+
+
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("place", ["joined", "apart"])
+def test_sums_over_the_ranks(ranks: Ranks, place: str, wire: torch.dtype) -> None:
+    third = torch.tensor(1 / 3).to(wire)
+    wanted = (third + torch.tensor(2 / 3).to(wire)).float()
+    for sums in ranks(wires.reduced, place, wire):
+        for form, total in zip(wires.FORMS, sums, strict=True):
+            assert total.shape == form.shape
+            assert torch.equal(total, wanted.expand(form.shape))
