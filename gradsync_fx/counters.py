@@ -62,7 +62,8 @@ def plain(value: Any) -> Any:
 
 def _number(value: Any) -> Any:
     """Raises `TypeError` for a tensor: what is summed with one (a scalar parameter's momentum) counts nothing."""
-    if isinstance(value, torch.Tensor) and type(value) is not Counter:
+    kind: type = type(value)  # a counter calls itself a tensor
+    if kind is not Counter and isinstance(value, torch.Tensor):
         raise TypeError("a counter meets a tensor")
     return plain(value)
 
