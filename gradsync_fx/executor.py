@@ -376,8 +376,10 @@ class Executor:
         self.window, self.sync_gradients = after, False
 
     def discard(self) -> None:
-        """Drops the open window."""
-        self.accumulators.clear(self._all_parts)
+        """Drops the open window, also one that was loaded and waits for its first call."""
+        held = self.accumulators
+        held.restored, held.in_window = {}, {}
+        held.clear(self._all_parts)
         self._discards += 1
         self.window = self.window.closed(self._all_parts, updated=False)
         self.sync_gradients = False

@@ -15,7 +15,7 @@ def save(executor: Executor) -> dict[str, Any]:
     executor.saved = executor.window
     saved = Saved(
         executor.window,
-        held.sums,
+        {**held.sums, **held.restored},  # loaded ones wait for the first call
         list(held.weights.values()),
         list(held.in_window),
         executor.buffers.own(),
