@@ -84,7 +84,7 @@ def _clip(how: dict[str, Any]) -> dict[str, Any]:
 def theirs(rank: int | None, how: dict[str, Any], data: list[Batch], k: int) -> tuple[Run, float]:
     """Lightning's own loop; it divides a short window by k as well, which `short` undoes."""
     rest = len(data) % k
-    short = dict.fromkeys(range(len(data) - rest, len(data)), k / rest)
+    short = dict.fromkeys(range(len(data) - rest, len(data)), k / (rest or k))
     module, recorder = Regressor(how, short), _Recorder()
     more: dict[str, Any] = {"devices": 1}
     if rank is not None:
