@@ -14,6 +14,9 @@ WINDOWS := $(addprefix tests/test_,window.py weights.py gradients.py manual.py b
 	saved_windows.py schedules.py window_errors.py precision.py shapes.py ranks_ends.py ranks_saving.py \
 	ranks_disagreement.py ranks_groups.py ranks_scripts.py)
 
+# Two files at a time, each file in one process.
+JOBS := --numprocesses 2 --dist loadfile
+
 .DELETE_ON_ERROR:
 .PHONY: demo test format clean
 
@@ -24,8 +27,8 @@ test: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
-	GRADSYNC_TESTS_EAGERLY=1 $(BIN)/python -m pytest $(WINDOWS)
+	$(BIN)/python -m pytest $(JOBS)
+	GRADSYNC_TESTS_EAGERLY=1 $(BIN)/python -m pytest $(JOBS) $(WINDOWS)
 
 # Formats the code, and writes the layout table of README.md anew from the modules' docstrings.
 format: $(VENV)/.dev
