@@ -13,6 +13,7 @@ from torch._inductor.graph import GraphLowering
 from torch.fx import GraphModule, Node
 
 from gradsync_fx.api import OptimizedStep
+from gradsync_fx.fusible import ADD_PRODUCT, add_products
 from gradsync_fx.inlining import copy_module
 from gradsync_fx.kernels import Cut, Wait, cut_updates
 from gradsync_fx.lowering import lower
@@ -29,15 +30,17 @@ def clip(model: nn.Module) -> None:
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
 
-def boundary(step: Callable[..., Any], **options: Any) -> tuple[Program, Any]:
-    """Of four equal layers, each a bucket, between two ranks."""
+def boundary(
+    step: Callable[..., Any], *, closing: frozenset[int] = frozenset({0}), **options: Any
+) -> tuple[Program, Any]:
+    """Of four equal layers, each a bucket, between two ranks. closing: empty for the accumulate program."""
     model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(4)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     given = {"gradient_accumulation_steps": 2, "backend": "aot_eager", "bucket_cap_mb": 1e-3}
     planned = OptimizedStep(step, Options.of({**given, **options}), simulated=2)
     planned.capture(model, optimizer, torch.randn(4, 128), torch.randn(4, 128))
     (captured,) = planned._executor.captures
-    return captured.build(frozenset({0})), captured.capture.fake_mode
+    return captured.build(closing), captured.capture.fake_mode
 
 
 def rewritten(step: Callable[..., Any], **options: Any) -> tuple[GraphModule, Cut]:
@@ -92,6 +95,23 @@ def test_what_is_no_plain_sum_travels_by_itself(options: dict[str, Any]) -> None
     module, _ = rewritten(plain_step, **options)
     assert len(found(module, ALL_REDUCE)) == 4
     assert found(module, START_SUMS) == []
+
+
+def test_products_add_themselves_to_their_sums() -> None:
+    """In the accumulate program; up to the order of the additions."""
+    program, fake_mode = boundary(plain_step, closing=frozenset(), backend="inductor")
+    module = copy_module(program.module)
+    add_products(module, fake_mode)
+    module.graph.lint()
+    assert len(found(module, ADD_PRODUCT)) == 4
+    assert found(module, torch.ops.aten.copy_.default) == []
+    one = [torch.randn(form.shape, dtype=form.dtype) for form in program.inputs()]
+    other = [value.clone() for value in one]
+    with torch.no_grad():
+        program.module(*one)
+        module(*other)
+    for a, b in zip(one, other, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.inductor
