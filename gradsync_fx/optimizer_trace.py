@@ -175,6 +175,8 @@ def _trace(
     constants: list[tuple[Place, Any]] = []
     states: list[Place] = []
     state_fakes: list[Any] = []
+    # What has a shape for some parameter is no counter where a parameter is a scalar.
+    shaped = {k for i in which for k, v in state.get(i, {}).items() if getattr(v, "ndim", 0)}
 
     def number(value: int | float, place: Place, part: int | None = None) -> Any:
         if place[0] == "state":
@@ -206,7 +208,7 @@ def _trace(
                 for i, v in enumerate(value)
             ]
             return ("tuple", parts)
-        if counters and place[0] == "state" and is_counter(value):
+        if counters and place[0] == "state" and place[2] not in shaped and is_counter(value):
             return ("counter", number(value.item(), place))
         if isinstance(value, torch.Tensor):
             states.append(place)

@@ -13,6 +13,10 @@ from tests.fuzz.play import play
 FOUND = {
     # The momentum of a scalar parameter was taken for a step counter, and its address for a tensor's: a crash.
     "scalar momentum": Case("twice", "decay", 2, (Do("call"), Do("call", 1))),
+    # For its sake all step counters became tensors of float32: a float64 model was trained with six digits.
+    "scalar moments": Case(
+        "twice", "Adam-l2", 1, (Do("call", 31), Do("call", 85, rows=3)), loss="divided"
+    ),
     # A window that was loaded and not yet called could not be discarded, and would have come back.
     "discard of a loaded window": Case(
         "linear",
