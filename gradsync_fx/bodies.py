@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from gradsync_fx.flow import upstream
 from gradsync_fx.ops import ITEM
 from gradsync_fx.program import form_of
 
@@ -100,7 +101,7 @@ def split(update: Call, states: Sequence[Place]) -> list[Call] | None:
     bodies: dict[str, Body] = {}
     calls = []
     for j in range(count):
-        needed = _ancestors(results[j])
+        needed = upstream(results[j])
         if any(place_of.get(node, j) != j for node in needed):
             return None
         mine = [
@@ -128,17 +129,6 @@ def split(update: Call, states: Sequence[Place]) -> list[Call] | None:
             Call(bodies[text], (which[j],), (*mine, *shared), tuple(scalars), tuple(written[j]))
         )
     return calls
-
-
-def _ancestors(nodes: list[Node]) -> set[Node]:
-    found: set[Node] = set()
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack.extend(node.all_input_nodes)
-    return found
 
 
 def _is_pointwise(node: Node, parameter: Node) -> bool:

@@ -306,12 +306,17 @@ def _check(step: Step, seen: Observed, parameters: dict[str, torch.Tensor], manu
     if not graph.find_nodes(op="call_function", target=UPDATE) and not written and not manual:
         if seen.hooked:
             raise hook_error(next(n for n, t in parameters.items() if t is seen.hooked[0]))
-        raise NoOptimizerError(
-            "the step",
-            seen="it never reaches an optimizer: no parameter is changed",
-            wanted="a call of optimizer.step() on the parameters that loss.backward() reaches",
-            fix="call optimizer.step() in the step on every call; when it takes effect is decided for you",
-        )
+        raise no_optimizer_error()
+
+
+def no_optimizer_error() -> NoOptimizerError:
+    """The error for a step that changes no parameter."""
+    return NoOptimizerError(
+        "the step",
+        seen="it never reaches an optimizer: no parameter is changed",
+        wanted="a call of optimizer.step() on the parameters that loss.backward() reaches",
+        fix="call optimizer.step() in the step on every call; when it takes effect is decided for you",
+    )
 
 
 def hook_error(name: str) -> CaptureError:

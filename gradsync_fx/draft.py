@@ -18,6 +18,7 @@ from gradsync_fx._torch import (
     make_graph_module,
     stable_topological_sort,
 )
+from gradsync_fx.flow import upstream
 from gradsync_fx.ops import argument
 from gradsync_fx.program import Kind, Program, Slot, Step, output_values
 
@@ -224,8 +225,7 @@ def _is_note(value: Any) -> bool:
 
 def _needed(graph: Graph) -> set[Node]:
     """Outputs, writes, asserts, and what they read. torch calls collectives impure; here they are not."""
-    kept: set[Node] = set()
-    stack = [
+    return upstream(
         n
         for n in graph.nodes
         if n.op == "output"
@@ -235,13 +235,7 @@ def _needed(graph: Graph) -> set[Node]:
             and n.is_impure(impure_random=False)
             and not _is_communication(n)
         )
-    ]
-    while stack:
-        node = stack.pop()
-        if node not in kept:
-            kept.add(node)
-            stack.extend(node.all_input_nodes)
-    return kept
+    )
 
 
 def _is_communication(node: Node) -> bool:

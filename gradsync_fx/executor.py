@@ -323,7 +323,8 @@ class Executor:
             return False
         known = eager.capture.parameters
         self.accumulators.make({name: known[name] for name in names}, known, self.options)
-        eager.reduce(names, self._divisors(totals)["ranks", part])
+        divisors = self._divisors(totals)
+        eager.reduce(names, divisors["ranks", part], divisors["local", part])
         return True
 
     def _keep_company(self, captured: CapturedStep | EagerStep) -> None:

@@ -38,6 +38,7 @@ from gradsync_fx.alike import Members, find_alike, for_all_calls, for_all_places
 from gradsync_fx.bodies import Call, Place, split, whole
 from gradsync_fx.counters import Counter, is_counter, plain
 from gradsync_fx.errors import UpdateError
+from gradsync_fx.flow import upstream
 from gradsync_fx.host_split import split_host
 from gradsync_fx.optimizer_state import State, plain_step, shadow
 
@@ -333,15 +334,13 @@ def _rigid(
 ) -> frozenset[tuple[Place, int | None]]:
     """Numbers that scale a matrix product: compilers want constants there (coefficients, not schedules)."""
     carriers = traced.find_nodes(op="placeholder")[tensors:]
-    feeding: set[Node] = set()
-    for target in (torch.ops.aten.addmm.default, torch.ops.aten.baddbmm.default):
-        for node in traced.find_nodes(op="call_function", target=target):
-            stack = [v for v in node.kwargs.values() if isinstance(v, Node)]
-            while stack:
-                source = stack.pop()
-                if source not in feeding:
-                    feeding.add(source)
-                    stack.extend(source.all_input_nodes)
+    feeding = upstream(
+        value
+        for target in (torch.ops.aten.addmm.default, torch.ops.aten.baddbmm.default)
+        for node in traced.find_nodes(op="call_function", target=target)
+        for value in node.kwargs.values()
+        if isinstance(value, Node)
+    )
     return frozenset(
         (place, part)
         for carrier, (places, part) in zip(carriers, numbers, strict=True)

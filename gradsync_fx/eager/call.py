@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,15 +13,11 @@ from torch.optim import Optimizer
 
 from gradsync_fx import scaling
 from gradsync_fx._torch import tree_map_only
+from gradsync_fx.capture import no_optimizer_error
+from gradsync_fx.diagnosis.events import user_line
 from gradsync_fx.eager.deeds import Clip, Deed, Schedule, Update
 from gradsync_fx.eager.step import EagerStep
-from gradsync_fx.errors import (
-    CaptureError,
-    GradSyncWarning,
-    NoOptimizerError,
-    ReadBeforeBoundaryError,
-)
-from gradsync_fx.ops import OURS, TORCHS
+from gradsync_fx.errors import CaptureError, GradSyncWarning, ReadBeforeBoundaryError
 from gradsync_fx.planning import unmapped
 
 
@@ -50,10 +45,15 @@ class EagerCall:
         self._as_given: dict[str, tuple[torch.Tensor, int]] = {}
         self._norm: tuple[Any, ...] = ()
 
+    @property
+    def stepped(self) -> set[int]:
+        """The optimizers whose `step` was called."""
+        return {i for deed in self.deeds if isinstance(deed, Update) for i in deed.reads}
+
     def backward(self, run: Callable[[], None], losses: Any) -> None:
         """`torch.autograd.backward`."""
         for number in self.updated:
-            if not any(isinstance(d, Update) and number in d.reads for d in self.deeds):
+            if number not in self.stepped:
                 raise _read_early(self._step, number)
         for name, term in self.terms.items():
             # Taken by the window: what comes now is another gradient, which may or may not be used.
@@ -98,7 +98,7 @@ class EagerCall:
         number = self._step.number_of(optimizer)
         if self._step.part_of_optimizer(number) < 0:
             raise unmapped(type(optimizer).__name__, "the step calls it, and no k is given for it")
-        if any(isinstance(d, Update) and number in d.reads for d in self.deeds):
+        if number in self.stepped:
             raise CaptureError(
                 f"{type(optimizer).__name__}.step",
                 seen="it is called more than once in a step",
@@ -128,7 +128,7 @@ class EagerCall:
             )
         if self.weight is not None:
             raise CaptureError(
-                f"micro_batch_weight, at {user_place()}",
+                f"micro_batch_weight, at {user_line()[0]}",
                 seen="it is called twice in one call of the step",
                 wanted="one call, with the weight of the whole micro-batch",
                 fix="add the weights up first",
@@ -136,7 +136,7 @@ class EagerCall:
         self.weight = torch.as_tensor(weight, dtype=torch.float64).detach().cpu()
         if self.weight.numel() != 1:
             raise CaptureError(
-                f"micro_batch_weight, at {user_place()}",
+                f"micro_batch_weight, at {user_line()[0]}",
                 seen=f"a tensor of shape {tuple(self.weight.shape)}",
                 wanted="one number for the micro-batch",
                 fix="pass the sum, or the number of tokens",
@@ -150,24 +150,18 @@ class EagerCall:
     def end(self, *, manual: bool) -> None:
         """What is left in `.grad`: terms where the step itself decides about windows, else an optimizer's that was
         not reached."""
-        stepped = {i for d in self.deeds if isinstance(d, Update) for i in d.reads}
-        if manual and not stepped:
-            self._take(list(self._step.capture.parameters))
-        elif not stepped:
-            raise NoOptimizerError(
-                "the step",
-                seen="it never reaches an optimizer: no parameter is changed",
-                wanted="a call of optimizer.step() on the parameters that loss.backward() reaches",
-                fix="call optimizer.step() in the step on every call; when it takes effect is decided for you",
-            )
+        if manual and not self.stepped:
+            self._take(self._step.capture.parameters)
+        elif not self.stepped:
+            raise no_optimizer_error()
         reduced = {name for number in self.updated for name in self._step.held_by(number)}
         for name, term in self.terms.items():
             if term._version != self._versions[name] and name not in reduced:
                 raise _changed(name)
 
     def _owners(self, names: Iterable[str]) -> tuple[int, ...]:
-        found = (self._step.owner_of(self._step.capture.parameters[name]) for name in names)
-        return tuple(dict.fromkeys(i for i in found if i is not None))
+        owner = self._step.owners()
+        return tuple(dict.fromkeys(owner[name] for name in names if name in owner))
 
     def _reach(self, owners: tuple[int, ...]) -> bool:
         """These optimizers' gradients are looked at: they become the window's, where it ends with this call."""
@@ -207,18 +201,11 @@ def _changed(name: str) -> CaptureError:
 
 def _entangled(name: str) -> CaptureError:
     return CaptureError(
-        f"clipping, at {user_place()}",
+        f"clipping, at {user_line()[0]}",
         seen=f"it reads the gradient of {name!r}, which belongs to an optimizer with a window of its own",
         wanted="optimizers whose gradients do not meet (in one clipping, say) when each has its own k",
         fix="clip each optimizer's parameters apart, or give them one k",
     )
-
-
-def user_place() -> str:
-    """`file:line` of the user's code that is running."""
-    frames = traceback.extract_stack()
-    own = [f for f in frames if not f.filename.startswith((TORCHS, OURS))]
-    return f"{own[-1].filename}:{own[-1].lineno}"
 
 
 def _read_early(step: EagerStep, number: int) -> ReadBeforeBoundaryError:

@@ -3,6 +3,7 @@ does it again."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +12,14 @@ from torch.optim import Optimizer
 
 
 @dataclass(frozen=True, slots=True)
-class Deed:
+class Deed(ABC):
     """One such call. reads: the optimizers (by number) whose gradients it looks at."""
 
     reads: tuple[int, ...]
 
+    @abstractmethod
     def repeat(self) -> None:
         """Does it again."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,6 @@ class EagerStep:
             )
         self.weighs = options.reduction == "weighted" or options.skip_nonfinite
         self.name_of = {id(p): n for n, p in parameters.items()}
-        self.names: tuple[str, ...] = ()
         self.trained: set[str] = set()
         self.deeds: list[Deed] = []
 
@@ -109,10 +108,6 @@ class EagerStep:
         """Which parameters a call gives gradients to is known when it has run: never one layout for all ranks."""
         return EAGER
 
-    def names_of(self, parts: Collection[int]) -> tuple[str, ...]:
-        """Parameters of these parts that received a gradient in the latest call."""
-        return tuple(n for n in self.names if self.part_of(self.capture.parameters[n]) in parts)
-
     def in_turn(self, closing: Collection[int]) -> list[int]:
         """Optimizers of the closing parts, by number, in the order in which the step looks at their gradients."""
         read = [i for deed in self.deeds if not isinstance(deed, Schedule) for i in deed.reads]
@@ -121,20 +116,15 @@ class EagerStep:
 
     # What the step consists of.
 
-    def part_of(self, parameter: torch.Tensor) -> int:
-        """The part of the window that a parameter belongs to."""
-        return part_of(parameter, self.options)
-
     def part_of_optimizer(self, number: int) -> int:
+        """The part of the window that an optimizer's parameters belong to."""
         held = parameters_of(self.capture.optimizers[number])
-        return self.part_of(held[0]) if held else 0
+        return part_of(held[0], self.options) if held else 0
 
-    def owner_of(self, parameter: torch.Tensor) -> int | None:
-        """The number of the optimizer that holds a parameter."""
-        for number, optimizer in enumerate(self.capture.optimizers):
-            if any(p is parameter for p in parameters_of(optimizer)):
-                return number
-        return None
+    def owners(self) -> dict[str, int]:
+        """The number of the optimizer that holds each parameter; of the first, where several do."""
+        numbers = range(len(self.capture.optimizers))
+        return {name: number for number in reversed(numbers) for name in self.held_by(number)}
 
     def held_by(self, number: int) -> frozenset[str]:
         held = parameters_of(self.capture.optimizers[number])
@@ -154,8 +144,11 @@ class EagerStep:
 
     # The end of a window.
 
-    def reduce(self, names: Collection[str], divisor: float) -> None:
-        """Sums over the ranks, divided; they become the parameters' gradients, and the sums zero."""
+    def reduce(self, names: Collection[str], divisor: float, local: float) -> None:
+        """Sums over the ranks, divided; they become the parameters' gradients, and the sums zero.
+
+        local: what sums that stay on their rank are divided by.
+        """
         for group, bucket in self.buckets(sorted(names)):
             flat = torch.cat([self.sums[name].view(-1) for name in bucket])
             wire = self.setting.wire_dtype or flat.dtype
@@ -166,15 +159,11 @@ class EagerStep:
                 dist.all_reduce(sent, group=group)
                 flat = sent.to(flat.dtype) if ahead else sent.to(flat.dtype) / divisor
             else:
-                flat = flat / self._local(divisor)
+                flat = flat / local
             sizes = [self.sums[name].numel() for name in bucket]
             for name, piece in zip(bucket, flat.split(sizes), strict=True):
                 self._install(self.capture.parameters[name], piece)
                 self.sums[name].zero_()
-
-    def _local(self, divisor: float) -> float:
-        """For parameters that stay on their rank: a mean over this rank's share of the window."""
-        return divisor / self.setting.world if self.options.reduction != "sum" else 1.0
 
     def _install(self, parameter: torch.Tensor, flat: torch.Tensor) -> None:
         value = flat.view(parameter.shape).to(parameter.dtype)

@@ -12,7 +12,6 @@ import torch
 from gradsync_fx._torch import tree_leaves, tree_map_only
 from gradsync_fx.captured import NONE
 from gradsync_fx.eager.call import EagerCall
-from gradsync_fx.eager.deeds import Update
 from gradsync_fx.eager.discovery import discover
 from gradsync_fx.eager.step import EagerStep
 from gradsync_fx.eager.watch import watching
@@ -131,7 +130,7 @@ class _MicroStep:
             if not ended and call.updated:
                 self._void()
         self._add([n for n in call.terms if n not in self._added])
-        if any(isinstance(deed, Update) for deed in call.deeds):
+        if call.stepped:
             step.deeds = call.deeds
             self._meet()
         if self._meeting is None or not self._closing:
@@ -157,16 +156,15 @@ class _MicroStep:
 
     def _end_window(self) -> None:
         assert self._meeting is not None
-        reached = {i for d in self._call.deeds if isinstance(d, Update) for i in d.reads}
-        made = [i for i, reduced in self._call.updated.items() if reduced and i in reached]
+        made = self._call.stepped.intersection(i for i, r in self._call.updated.items() if r)
         updated = {self._step.part_of_optimizer(i) for i in made}
         self._executor.window = self._after
         self._executor.end_window(self._step, self._meeting, frozenset(updated))
 
     def _check_reached(self) -> None:
-        reached = {i for d in self._call.deeds if isinstance(d, Update) for i in d.reads}
+        reached = {self._step.part_of_optimizer(i) for i in self._call.stepped}
         for part in self._closing:
-            if all(self._step.part_of_optimizer(i) != part for i in reached):
+            if part not in reached:
                 raise NoOptimizerError(
                     f"part {part} of the window",
                     seen="it ends with this call, which does not reach its optimizer",
@@ -208,7 +206,6 @@ class _MicroStep:
                 total.add_(term * weight.to(total.dtype) if weighted else term)
         self._added.update(names)
         held.added(names)
-        step.names = tuple(self._added)
         step.trained |= self._added
 
     def _weight(self) -> torch.Tensor | None:
