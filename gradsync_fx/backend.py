@@ -11,7 +11,6 @@ The patch lives from the lookup to that call.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -21,6 +20,7 @@ from torch import nn
 
 from gradsync_fx._torch import compile_fx, dynamo, dynamo_backends, dynamo_compilers
 from gradsync_fx.api import OptimizedStep
+from gradsync_fx.callers import warn_user
 from gradsync_fx.errors import GradSyncWarning, NoGradientError, OptionError, WindowError
 from gradsync_fx.options import Options
 
@@ -44,7 +44,7 @@ class BackendStep(OptimizedStep):
         except NoGradientError:
             if self.micro_step:
                 raise
-        self._plain = _plain(self._train_step, self._executor.options.dynamic, stacklevel=4)
+        self._plain = _plain(self._train_step, self._executor.options.dynamic)
         return self._plain(*args, **kwargs)
 
 
@@ -78,7 +78,7 @@ class _Backend:
     __name__ = NAME
 
     def __call__(self, module: Any, inputs: Any, **options: Any) -> Any:
-        _warn(stacklevel=2)
+        _warn()
         return compile_fx(module, inputs)
 
 
@@ -102,7 +102,7 @@ def _take_the_next_compilation(backend: _Backend) -> None:
 
 def _compiled(function: Any, given: dict[str, Any], dynamic: bool | None) -> Any:
     if isinstance(function, nn.Module):
-        return _plain(function, dynamic, stacklevel=6)
+        return _plain(function, dynamic)
     options = dict(given.get("options", {}))
     if "mode" in given:
         options["mode"] = given["mode"]
@@ -118,16 +118,15 @@ def _compiled(function: Any, given: dict[str, Any], dynamic: bool | None) -> Any
     return BackendStep(function, Options.of(options))
 
 
-def _plain(function: Any, dynamic: bool | None, *, stacklevel: int) -> Any:
-    _warn(stacklevel)
+def _plain(function: Any, dynamic: bool | None) -> Any:
+    _warn()
     return torch.compile(function, dynamic=dynamic)
 
 
-def _warn(stacklevel: int) -> None:
-    warnings.warn(
+def _warn() -> None:
+    warn_user(
         'backend="gradsync" compiles a whole training step; this has no backward in it, and is compiled by Inductor. '
         "Compile the function that calls forward, backward and optimizer.step(): torch.compile(train_step, "
         'backend="gradsync").',
         GradSyncWarning,
-        stacklevel=stacklevel,
     )

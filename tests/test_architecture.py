@@ -15,6 +15,7 @@ LAYERS = [
         "options",
         "_torch",
         "flat",
+        "callers",
         "integrations",
         "integrations.lightning",
         "diagnosis",

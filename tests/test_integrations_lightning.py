@@ -108,3 +108,10 @@ def test_refused() -> None:
 def test_a_hook_of_the_loop_is_told() -> None:
     with pytest.warns(gradsync_fx.GradSyncWarning, match=r"Ends.on_train_batch_end"):
         step_of(Ends({}))
+
+
+def test_a_model_compiled_alone_warns_at_the_users_line() -> None:
+    # Importing Lightning puts a function of its own round `torch.compile`.
+    with pytest.warns(gradsync_fx.GradSyncWarning, match="whole training step") as caught:
+        torch.compile(torch.nn.Linear(2, 1), backend="gradsync")
+    assert [warning.filename for warning in caught] == [__file__]

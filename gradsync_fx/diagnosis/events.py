@@ -7,8 +7,7 @@ import sys
 from dataclasses import dataclass
 from types import FrameType
 
-import torch
-
+from gradsync_fx.callers import is_users
 from gradsync_fx.diagnosis.graph import Division
 
 
@@ -95,25 +94,8 @@ def user_line() -> tuple[str, bool]:
     accelerate = False
     while frame is not None:
         file = frame.f_code.co_filename
-        if _is_users(file):
+        if is_users(file):
             return f"{file}:{frame.f_lineno}", accelerate
         accelerate |= f"{os.sep}accelerate{os.sep}" in file
         frame = frame.f_back
     return "unknown place:0", accelerate
-
-
-def _is_users(file: str) -> bool:
-    if file.startswith(("<frozen", "<eval_with_key")) or file.startswith(_LIBRARIES):
-        return False
-    installed = f"{os.sep}site-packages{os.sep}" in file
-    if installed:
-        return f"{os.sep}site-packages{os.sep}accelerate{os.sep}" not in file
-    return not file.startswith(_STANDARD)
-
-
-def _folder(file: str | None) -> str:
-    return os.path.join(os.path.dirname(os.path.abspath(file or "")), "")
-
-
-_LIBRARIES = (_folder(torch.__file__), os.path.dirname(_folder(__file__).rstrip(os.sep)) + os.sep)
-_STANDARD = _folder(os.__file__)
