@@ -127,8 +127,7 @@ class Executor:
         if self.only_find:
             captured.remember(args)
             raise Found(captured)
-        opens = self.window.pending == 0
-        if opens or captured is not self.catalogue.latest:
+        if self.window.pending == 0 or captured is not self.catalogue.latest:
             self.accumulators.check_trainable(captured, self.next_place())
         self.catalogue.latest = captured
         closing = self.closing(captured)
@@ -137,7 +136,7 @@ class Executor:
         after = self.window.called(summed=True)
         if captured.speaks_in_every_call:
             self.meet(captured, ACCUMULATE, NONE, after, runs=True)
-        self.buffers.before(captured, opens=opens)
+        self.buffers.before(captured)
         results = captured.micro_step(args, NONE, {})
         self.accumulators.added(captured.names)
         self.window, self.sync_gradients = after, False
@@ -212,7 +211,7 @@ class Executor:
         after = self.window if kind == FLUSH else self.window.called(summed=runs)
         meeting = self.meet(captured, kind, closing, after, runs=runs)
         if runs:
-            self.buffers.before(captured, opens=self.window.pending == 0)
+            self.buffers.before(captured)
         elif meeting.someone_runs:
             self._keep_company(captured)
         if meeting.kind == ACCUMULATE:

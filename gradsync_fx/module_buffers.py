@@ -1,7 +1,7 @@
 """Module buffers over ranks, as DDP has them: rank 0's at the start of a window, at every call, or each its own.
 
-Rank 0's buffers for the next window are fetched while all ranks meet at the boundary and put in place at that
-window's first call: a rank whose data ended does not make that call, and nobody may wait for it there.
+Rank 0's buffers for the next window are fetched while all ranks meet at the boundary and put in place at each rank's
+own first call there: a rank whose data ended does not make that call, and nobody may wait for it.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class ModuleBuffers:
         if self._follows(captured):
             self.fetched = {name: b.clone() for name, b in buffers.items()}
 
-    def before(self, captured: CapturedStep | EagerStep, *, opens: bool) -> None:
-        """Ahead of a micro-step; `opens`: it is the first of its window."""
+    def before(self, captured: CapturedStep | EagerStep) -> None:
+        """Ahead of a micro-step."""
         for name, value in self._restored.items():
             captured.capture.buffers[name].copy_(value)
         self._restored = {}
         self.keep_company(captured)
-        if opens and self._waiting:
+        if self._waiting:
             for name, value in self.fetched.items():
                 captured.capture.buffers[name].copy_(value)
         self._waiting = False

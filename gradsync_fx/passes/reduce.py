@@ -14,13 +14,13 @@ import torch
 from torch.fx import Node
 
 from gradsync_fx.draft import Draft
-from gradsync_fx.ops import argument
 from gradsync_fx.passes.bucket import reduce_bucket
 from gradsync_fx.passes.sums import accumulator, add_to_accumulator, cast, reset
 from gradsync_fx.passes.weigh import (
     gradients_of,
     reduce_all,
     running_weight,
+    term_of,
     weights_of,
     with_this_call,
 )
@@ -131,8 +131,8 @@ def _reduce_later_gradients(draft: Draft, plan: Plan, bucket: Bucket, weight: No
     for occurrence in range(1, max(len(markers[leaf]) for leaf in bucket.leaves)):
         again = tuple(leaf for leaf in bucket.leaves if len(markers[leaf]) > occurrence)
         part = Bucket(again, bucket.reduction, bucket.part)
-        gradients = [argument(draft.of[markers[leaf][occurrence]], 0) for leaf in again]
-        reduced = reduce_bucket(draft, plan, part, gradients)
+        terms = [term_of(draft, plan, leaf, occurrence) for leaf in again]
+        reduced = reduce_bucket(draft, plan, part, terms)
         _install(draft, plan, part, _divide(draft, plan, part, reduced, weight), occurrence)
 
 

@@ -26,13 +26,12 @@ def cast(draft: Draft, node: Node, dtype: torch.dtype) -> Node:
     return draft.call_known(form, torch.ops.prims.convert_element_type.default, node, dtype)
 
 
-def add_to_accumulator(draft: Draft, plan: Plan, leaf: int, gradient: Node) -> Node:
-    """acc + gradient, in the accumulator's dtype."""
+def add_to_accumulator(draft: Draft, plan: Plan, leaf: int, term: Node) -> Node:
+    """acc + term."""
     acc = accumulator(draft, plan, leaf)
-    form = acc.meta["val"]
-    with draft.after(gradient):
-        term = cast(draft, gradient, form.dtype)
-        return draft.call_known(draft.form(form), torch.ops.aten.add.Tensor, acc, term)
+    with draft.after(term):
+        form = draft.form(acc.meta["val"])
+        return draft.call_known(form, torch.ops.aten.add.Tensor, acc, term)
 
 
 def filled(draft: Draft, value: float, form: torch.Tensor, shape: Sequence[int] = ()) -> Node:

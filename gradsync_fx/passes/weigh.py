@@ -86,8 +86,14 @@ def _all_finite(draft: Draft, markers: list[Node], weight: Node) -> Node:
 
 def gradients_of(draft: Draft, plan: Plan, buckets: Iterable[Bucket]) -> dict[Bucket, list[Node]]:
     """This call's term of each leaf, by bucket."""
-    markers = plan.regions.gradients
-    return {b: [argument(draft.of[markers[leaf][0]], 0) for leaf in b.leaves] for b in buckets}
+    return {b: [term_of(draft, plan, leaf) for leaf in b.leaves] for b in buckets}
+
+
+def term_of(draft: Draft, plan: Plan, leaf: int, occurrence: int = 0) -> Node:
+    """The gradient that a leaf is given, in its accumulator's dtype: the one that is summed, here and over ranks."""
+    gradient = argument(draft.of[plan.regions.gradients[leaf][occurrence]], 0)
+    with draft.after(gradient):
+        return cast(draft, gradient, plan.accumulators[plan.step.leaves[leaf].name].dtype)
 
 
 def weights_of(draft: Draft, plan: Plan, parts: Iterable[int]) -> dict[int, Node]:

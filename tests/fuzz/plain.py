@@ -38,7 +38,7 @@ class Plain:
         self.model = model_of(case)
         self.optimizer = OPTIMIZERS[case.optimizer](self.model.parameters())
         self.scheduler = scheduler_of(case, self.optimizer)
-        self.window, self.fresh = Window(), True
+        self.window, self.fresh = Window(), [True] * case.ranks
         buffers = {name: b.clone() for name, b in self.model.named_buffers()}
         self.buffers = [{n: b.clone() for n, b in buffers.items()} for _ in range(case.ranks)]
         self.first_rank = buffers
@@ -55,12 +55,14 @@ class Plain:
             self.k = do.k
 
     def call(self, do: Do) -> None:
-        every = self.case.broadcast_buffers == "every"
-        if every:
-            self.spread({n: b.clone() for n, b in self.buffers[0].items()}, [True] * len(do.runs))
-        elif self.case.broadcast_buffers == "window_start" and self.fresh:
-            self.spread(self.first_rank, [True] * len(do.runs))
-        self.fresh = False
+        setting = self.case.broadcast_buffers
+        if setting == "every" and any(do.runs):
+            for rank in range(self.case.ranks):
+                self.give(rank, self.buffers[0])
+        for rank, runs in enumerate(do.runs):
+            if runs and setting == "window_start" and self.fresh[rank]:
+                self.give(rank, self.first_rank)
+                self.fresh[rank] = False
         for rank, runs in enumerate(do.runs):
             if runs:
                 self.add(do, rank)
@@ -68,9 +70,9 @@ class Plain:
         if self.window.slots >= self.k:
             self.update()
 
-    def spread(self, buffers: dict[str, Tensor], ranks: list[bool]) -> None:
-        for rank in range(len(ranks)):
-            self.buffers[rank] = {name: b.clone() for name, b in buffers.items()}
+    def give(self, rank: int, buffers: dict[str, Tensor]) -> None:
+        """Buffers of another rank."""
+        self.buffers[rank] = {name: b.clone() for name, b in buffers.items()}
 
     def add(self, do: Do, rank: int) -> None:
         """One rank's micro-step."""
@@ -106,7 +108,7 @@ class Plain:
         if self.scheduler is not None:
             self.scheduler.step()
         if self.case.broadcast_buffers == "window_start":
-            self.fresh = True
+            self.fresh = [True] * self.case.ranks
             self.first_rank = {name: b.clone() for name, b in self.buffers[0].items()}
         for rank, trace in enumerate(self.traces):
             self.see(rank)
