@@ -105,6 +105,9 @@ except ImportError as missing:
 
 FAKE_TENSOR_LOG = "torch._subclasses.fake_tensor"
 
+# DDP's Python reducer switches this on for the whole process: a pass for its own graphs, which fails on others.
+NOT_FOR_OUR_PROGRAMS = {"_fuse_ddp_communication": False}
+
 # Renamed in 2.13; the old name warns there.
 all_gather_single = (
     getattr(torch.distributed, "all_gather_single", None)
@@ -136,6 +139,7 @@ __all__ = [
     "FakeTensorMode",
     "GradModeVariable",
     "GuardBuilder",
+    "NOT_FOR_OUR_PROGRAMS",
     "NullContextVariable",
     "OptimizerVariable",
     "ShapeEnv",

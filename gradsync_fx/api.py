@@ -322,6 +322,9 @@ def optimize(train_step: Callable[..., Any] | None = None, **options: Any) -> An
         the verdict, where the captured window is not the plain eager one. Logged at INFO where it is.
     backend ("inductor"), mode, dynamic, options (None): how programs are lowered, as in `torch.compile`. "aot_eager"
         and "eager" run them with torch's own kernels; a callable gets (GraphModule, example inputs).
+    without (()): what Inductor's programs are made without, to compare or to find a fault: "overlap" (waits behind the
+        backward), "in_place" (buckets reduced where they lie), "products" (that add themselves to their sums),
+        "updates" (one kernel for parameters alike), "shared_compile" (one process of a host compiles for all).
 
     Raises `OptionError` for an unknown argument or value. The first call traces and compiles, and raises a
     `CaptureError` that names the line where a step cannot be traced whole.

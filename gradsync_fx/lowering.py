@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
 from gradsync_fx._torch import (
+    NOT_FOR_OUR_PROGRAMS,
     TracingContext,
     compile_fx_inner,
     inductor_config,
@@ -19,10 +21,11 @@ from gradsync_fx._torch import (
     select_decomp_table,
     tracing,
 )
+from gradsync_fx.compile_once import compile_once
 from gradsync_fx.fusible import add_products, norms_as_sums, write_early
 from gradsync_fx.inlining import copy_module, inline_bodies
-from gradsync_fx.kernels import cut_updates, run_calls
-from gradsync_fx.options import Options
+from gradsync_fx.kernels import Cut, cut_updates, run_calls
+from gradsync_fx.options import LEVERS, Options
 from gradsync_fx.overlap import gradient_reductions, reduce_in_place, wait_late
 from gradsync_fx.program import Program, output_values
 
@@ -55,24 +58,34 @@ def lower(program: Program, fake_mode: Any, options: Options) -> Compiled:
 
 def _inductor(program: Program, fake_mode: Any, options: Options) -> Compiled:
     patches = _patches(options)
+    levers = set(LEVERS).difference(options.without)
     # Inductor rewrites what it is given; the program stays readable.
     module = copy_module(program.module)
     if gradient_reductions(module):
-        wait_late(module)
-        reduce_in_place(module, fake_mode)
-        # Inductor's own order of least memory starts all-reduces late.
-        patches.setdefault("reorder_for_peak_memory", False)
-    cut = cut_updates(module)
+        if "overlap" in levers:
+            wait_late(module)
+            # Inductor's own order of least memory starts all-reduces late.
+            patches.setdefault("reorder_for_peak_memory", False)
+        if "in_place" in levers:
+            reduce_in_place(module, fake_mode)
+    cut = cut_updates(module) if "updates" in levers else Cut()
     inline_bodies(module, fake_mode)
     norms_as_sums(module, fake_mode)
-    add_products(module, fake_mode)
+    if "products" in levers:
+        add_products(module, fake_mode)
     write_early(module)
-    main = _compiled(module, program.inputs(), fake_mode, patches)
+
+    def compiled(module: GraphModule, inputs: list[Any], fake_mode: Any) -> Compiled:
+        shared = "shared_compile" in levers
+        with compile_once(module, inputs, patches) if shared else nullcontext():
+            return _compiled(module, inputs, fake_mode, patches)
+
+    main = compiled(module, program.inputs(), fake_mode)
     if not cut.calls:
         return main
     for kernel in cut.kernels:
         inputs = [n.meta["val"] for n in kernel.module.graph.find_nodes(op="placeholder")]
-        kernel.run = _compiled(copy_module(kernel.module), inputs, kernel.fake_mode, patches)
+        kernel.run = compiled(copy_module(kernel.module), inputs, kernel.fake_mode)
     outputs = len(output_values(program.module))
 
     def run(args: list[Any]) -> list[Any]:
@@ -86,7 +99,8 @@ def _inductor(program: Program, fake_mode: Any, options: Options) -> Compiled:
 
 def _patches(options: Options) -> dict[str, Any]:
     """Inductor's own settings, of the mode and by name."""
-    patches = dict(list_mode_options(options.mode)) if options.mode else {}
+    patches: dict[str, Any] = dict(NOT_FOR_OUR_PROGRAMS)
+    patches.update(list_mode_options(options.mode) if options.mode else {})
     patches.update({k.replace("-", "_"): v for k, v in (options.options or {}).items()})
     return patches
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -18,6 +18,8 @@ from gradsync_fx.errors import OptionError
 MANUAL = "manual"
 REDUCTIONS = ("mean", "sum", "weighted")
 BROADCASTS = ("window_start", "never", "every")
+# What makes a program faster and not another one (lowering.py, compile_once.py).
+LEVERS = ("overlap", "in_place", "products", "updates", "shared_compile")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,7 @@ class Options:
     mode: str | None = None
     dynamic: bool | None = None
     options: Mapping[str, Any] | None = None
+    without: Collection[str] = ()
 
     def __post_init__(self) -> None:
         check_steps(self.gradient_accumulation_steps)
@@ -61,6 +64,9 @@ class Options:
                 isinstance(dtype, torch.dtype) and dtype.is_floating_point
             ):
                 raise _bad(name, dtype, "None or a floating torch.dtype")
+        left_out = self.without
+        if isinstance(left_out, str) or not set(left_out) <= set(LEVERS):
+            raise _bad("without", left_out, "a collection of names: " + ", ".join(LEVERS))
         if not callable(self.backend) and not isinstance(self.backend, str):
             raise _bad("backend", self.backend, "a name or a callable (GraphModule, inputs)")
 

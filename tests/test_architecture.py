@@ -26,6 +26,7 @@ LAYERS = [
         "ops",
         "controls",
         "counters",
+        "compile_once",
         "optimizer_state",
         "presence",
         "traces",

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._inductor import config as inductor_config
 from torch._inductor.graph import GraphLowering
 from torch.fx import GraphModule, Node
 
@@ -115,12 +116,15 @@ def test_products_add_themselves_to_their_sums() -> None:
 
 
 @pytest.mark.inductor
+@pytest.mark.parametrize("python_reducer", [False, True])
 def test_the_generated_code_starts_early_and_adds_products_in_place(
-    monkeypatch: pytest.MonkeyPatch,
+    python_reducer: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where a DDP with `optimize_ddp="python_reducer"` was made before: it leaves a setting of Inductor's on."""
     code: list[str] = []
     monkeypatch.setattr(GraphLowering, "save_output_code", staticmethod(code.append))
     program, fake_mode = boundary(plain_step, backend="inductor")
-    lower(program, fake_mode, Options())
+    with inductor_config.patch(_fuse_ddp_communication=python_reducer):
+        lower(program, fake_mode, Options())
     calls = re.findall(r"^ *torch\.ops\.(\w+\.\w+)", code[0], re.MULTILINE)
     assert calls == ["gradsync_fx.add_product", "gradsync_fx.start"] * 4

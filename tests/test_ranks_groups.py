@@ -22,18 +22,6 @@ pytestmark = pytest.mark.gloo
 HERE = Path(__file__).parent
 
 
-def joined(*seeds: int, windows: int = 1, k: int = 2) -> list[Tensor]:
-    """What one process makes of these ranks' data."""
-    model, optimizer = groups.fresh()
-    parts = [regression(windows, k, seed=seed) for seed in seeds]
-    merged: Any = [
-        [tuple(map(torch.cat, zip(*batches, strict=True))) for batches in zip(*same, strict=True)]
-        for same in zip(*parts, strict=True)
-    ]
-    accumulation(model, optimizer, merged)
-    return groups.parameters(model)
-
-
 def check(found: dict[str, Any], expected: list[Tensor]) -> None:
     for ours, theirs in zip(found["parameters"], expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
@@ -42,20 +30,20 @@ def check(found: dict[str, Any], expected: list[Tensor]) -> None:
 def test_the_data_parallel_dimension_of_a_mesh(ranks: Ranks) -> None:
     both = ranks(groups.in_a_mesh, (1, 2))
     for found in both:
-        check(found, joined(0, 1))
+        check(found, groups.joined(0, 1))
         assert found["all_reduces"] == 1
 
 
 def test_a_mesh_whose_data_dimension_is_one_rank(ranks: Ranks) -> None:
     for rank, found in enumerate(ranks(groups.in_a_mesh, (2, 1))):
-        check(found, joined(rank))
+        check(found, groups.joined(rank))
         assert found["all_reduces"] == 0
 
 
 def test_beside_another_group(ranks: Ranks) -> None:
     both = ranks(groups.beside_another_group)
     for found in both:
-        check(found, joined(0, 1))
+        check(found, groups.joined(0, 1))
     assert both[0]["means"] == both[1]["means"]
     model, _ = groups.fresh()
     first = [mse(model, *regression(1, 2, seed=rank)[0][0]).item() for rank in (0, 1)]
@@ -101,7 +89,7 @@ def test_torchrun_restarts_from_a_checkpoint(tmp_path: Path) -> None:
         timeout=250,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    expected = joined(0, 1, windows=2, k=3)
+    expected = groups.joined(0, 1, windows=2, k=3)
     for rank in (0, 1):
         found = torch.load(tmp_path / f"end{rank}.pt")
         assert found["restarts"] == "1"

@@ -14,7 +14,7 @@ import gradsync_fx
 from tests.counting import counted
 from tests.drive import plain_step, quick
 from tests.models import mlp
-from tests.reference import mse, regression
+from tests.reference import accumulation, mse, regression
 
 
 def fresh() -> tuple[nn.Module, Optimizer]:
@@ -25,6 +25,18 @@ def fresh() -> tuple[nn.Module, Optimizer]:
 
 def parameters(model: nn.Module) -> list[Tensor]:
     return [p.detach().clone() for p in model.parameters()]
+
+
+def joined(*seeds: int, windows: int = 1, k: int = 2) -> list[Tensor]:
+    """What one process makes of these ranks' data."""
+    model, optimizer = fresh()
+    parts = [regression(windows, k, seed=seed) for seed in seeds]
+    merged: Any = [
+        [tuple(map(torch.cat, zip(*batches, strict=True))) for batches in zip(*same, strict=True)]
+        for same in zip(*parts, strict=True)
+    ]
+    accumulation(model, optimizer, merged)
+    return parameters(model)
 
 
 def in_a_mesh(rank: int, shape: tuple[int, int]) -> dict[str, Any]:

@@ -1,0 +1,97 @@
+"""What the host adds to an accumulate call: guards, argument binding, the counter; everything round the program itself.
+
+    python examples/benchmarks/host_path.py --layers 1,16,64
+
+The model is so small that the program is little more than calls of kernels.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import track
+from torch import nn
+
+import gradsync_fx
+
+
+def train_step(model, optimizer, x, y):
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def one(layers: int, calls: int, backend: str) -> dict[str, Any]:
+    """Medians, in microseconds, of a call and of the program in it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = gradsync_fx.optimize(
+        train_step, gradient_accumulation_steps=10**9, backend=backend, dynamic=False
+    )
+    x, y = torch.randn(4, 8), torch.randn(4, 8)
+    for _ in range(20):
+        step(model, optimizer, x, y)
+    (captured,) = step._executor.captures
+    whole, inside = [], []
+    for _ in range(calls):
+        _, before = captured.measured["accumulate"]
+        start = time.perf_counter()
+        step(model, optimizer, x, y)
+        whole.append(time.perf_counter() - start)
+        inside.append(captured.measured["accumulate"][1] - before)
+    step.discard()
+    around = [w - i for w, i in zip(whole, inside, strict=True)]
+    return {
+        "parameters": len(list(model.parameters())),
+        **{
+            name: 1e6 * statistics.median(seconds)
+            for name, seconds in (("call", whole), ("program", inside), ("around", around))
+        },
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        ["parameters", "us per call", "in the program", "around it"],
+        ["---:"] * 4,
+        *([str(r["parameters"]), *(f"{r[c]:.0f}" for c in ("call", "program", "around"))] for r in rows),
+    ]  # fmt: skip
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--layers", type=lambda text: [int(n) for n in text.split(",")], default=[1, 16, 64]
+    )
+    parser.add_argument("--calls", type=int, default=2000, help="timed, of each")
+    parser.add_argument("--backend", default="inductor")
+    parser.add_argument("--out", type=Path, default=Path("benchmark-results"), help="folder")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    console = Console(soft_wrap=True)
+    rows = [
+        one(layers, args.calls, args.backend)
+        for layers in track(args.layers, "layers", console=console)
+    ]
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "host_path.md").write_text(table(rows))
+    (args.out / "host_path.json").write_text(json.dumps(rows, indent=1) + "\n")
+    console.print(table(rows), markup=False, highlight=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
