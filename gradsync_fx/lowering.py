@@ -68,6 +68,9 @@ def _inductor(program: Program, fake_mode: Any, options: Options) -> Compiled:
             patches.setdefault("reorder_for_peak_memory", False)
         if "in_place" in levers:
             reduce_in_place(module, fake_mode)
+    if all(v.device.type == "cpu" for v in program.inputs() if isinstance(v, torch.Tensor)):
+        # Turning convolutions to channels last is for GPUs: on a CPU it costs more than they do.
+        patches.setdefault("layout_optimization", False)
     cut = cut_updates(module) if "updates" in levers else Cut()
     inline_bodies(module, fake_mode)
     norms_as_sums(module, fake_mode)

@@ -254,7 +254,13 @@ def _checksum(tensor: torch.Tensor) -> int:
 
 
 def broadcast(group: ProcessGroup, tensors: list[torch.Tensor]) -> None:
-    """Rank 0's values everywhere (rank 0 of the group)."""
+    """Rank 0's values everywhere (rank 0 of the group); tensors of one dtype and device travel as one."""
     source = dist.get_global_rank(group, 0)
-    for work in [dist.broadcast(t, source, group=group, async_op=True) for t in tensors]:
-        work.wait()
+    alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for some in alike.values():
+        flat = torch.cat([t.reshape(-1) for t in some])
+        dist.broadcast(flat, source, group=group)
+        for tensor, value in zip(some, flat.split([t.numel() for t in some]), strict=True):
+            tensor.copy_(value.view(tensor.shape))

@@ -81,7 +81,7 @@ class EagerWindow:
         if closing or step.speaks_in_every_call:
             kind = BOUNDARY if closing else ACCUMULATE
             meeting = executor.meet(step, kind, closing, after, runs=True)
-        executor.buffers.before(step, opens=opens)
+        executor.buffers.before(step)
         micro_step = _MicroStep(executor, step, after, closing, meeting)
         try:
             result = micro_step.run(self._function, args, kwargs, self._globals)

@@ -36,16 +36,26 @@ def reduce_bucket(
     wire_dtype = wire_dtype or plan.wire_dtype or terms[0].meta["val"].dtype
     with draft.after(*terms, *behind):
         wire = [cast(draft, t, wire_dtype) for t in terms]
-        pieces = [draft.call(_aten.reshape.default, w, [-1]) for w in wire]
-        flat = pieces[0] if len(pieces) == 1 else draft.call(_aten.cat.default, pieces)
-        started = draft.call(ops.ALL_REDUCE, flat, bucket.reduction.op, group)
+        counts = [w.meta["val"].numel() for w in wire]
+        one = [draft.form(w.meta["val"], shape=[n]) for w, n in zip(wire, counts, strict=True)]
+        pieces = [
+            draft.call_known(form, _aten.reshape.default, w, [-1])
+            for form, w in zip(one, wire, strict=True)
+        ]
+        flat = pieces[0]
+        if len(pieces) > 1:
+            form = draft.form(one[0], shape=[sum(counts)])
+            flat = draft.call_known(form, _aten.cat.default, pieces)
+        form = flat.meta["val"]
+        started = draft.call_known(form, ops.ALL_REDUCE, flat, bucket.reduction.op, group)
         started.meta["bucket"] = True  # for the lowering
-        waited = draft.call(ops.WAIT, started)
+        waited = draft.call_known(form, ops.WAIT, started)
         reduced, start = [], 0
-        for term in terms:
-            shape, count = list(term.meta["val"].shape), term.meta["val"].numel()
-            piece = draft.call(_aten.slice.Tensor, waited, 0, start, start + count)
-            view = draft.call(_aten.reshape.default, piece, shape)
-            reduced.append(cast(draft, view, term.meta["val"].dtype))
+        for term, form, count in zip(terms, one, counts, strict=True):
+            value = term.meta["val"]
+            piece = draft.call_known(form, _aten.slice.Tensor, waited, 0, start, start + count)
+            whole = draft.form(form, shape=value.shape)
+            view = draft.call_known(whole, _aten.reshape.default, piece, list(value.shape))
+            reduced.append(cast(draft, view, value.dtype))
             start += count
     return reduced
