@@ -70,7 +70,6 @@ class EagerWindow:
         executor, step = self._executor, self._step_for(args, kwargs)
         if executor.catalogue.latest is not step or not step.deeds:
             executor.drop_gradients(step.capture.parameters)
-        opens = executor.window.pending == 0
         executor.accumulators.check_trainable(step, executor.next_place())
         executor.accumulators.make({}, step.capture.parameters, executor.options)
         executor.catalogue.latest = step
