@@ -39,6 +39,7 @@ from gradsync_fx.updates import Binding
 log = logging.getLogger(__name__)
 NONE: frozenset[int] = frozenset()
 Divisors = dict[tuple[str, int], float]
+_HELD = frozenset((Kind.STATE, Kind.SCALAR))
 
 
 class CapturedStep:
@@ -279,7 +280,7 @@ class CapturedStep:
             owned[slot.kind][slot.key]
             if slot.kind in owned
             else held[slot.kind, slot.key]
-            if slot.kind in (Kind.STATE, Kind.SCALAR)
+            if slot.kind in _HELD
             else args[slot.key]
             for slot in program.slots
         ]

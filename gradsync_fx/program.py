@@ -8,14 +8,14 @@ Program   a graph ready to be lowered; takes the step's inputs that it still rea
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node, map_arg
 
 
-class Kind(Enum):
+class Kind(StrEnum):  # hashed as a string, in C: each call looks up each of its inputs
     """What an input is; decides in which programs a write to it happens."""
 
     PARAMETER = "parameter"
