@@ -110,7 +110,7 @@ class Bench:
         steps = len(args.ways) * (args.windows + 2)
         caches = str(Path(self._caches.name, "shared"))
         found = self._run(self._task(workload, args.ways, place), place, steps, caches, {})
-        return compare(found, place.title, args.k, self._alone_of.get(workload, {}))
+        return compare(found, place.title, args.k, self._alone_of.get(workload, {}), place.rate)
 
     def _alone(self, workload: str, way: str, place: Place) -> dict[str, Any]:
         """Twice: the first start fills the caches that the second one finds."""

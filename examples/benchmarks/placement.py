@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 
-RATE = "1gbit"
+RATE, BITS_PER_SECOND = "1gbit", 1e9
 
 
 class Unavailable(Exception):
@@ -19,7 +19,10 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """prefixes: for each rank, the command that its own stands behind. interface: whose bytes are counted, if any."""
+    """prefixes: for each rank, the command that its own stands behind. interface: whose bytes are counted, if any.
+
+    rate: of the link, in bits per second, where that is what limits it.
+    """
 
     title: str
     prefixes: tuple[tuple[str, ...], ...]
@@ -27,6 +30,7 @@ class Place:
     backend: str = "gloo"
     sockets: str = "lo"
     interface: str = ""
+    rate: float | None = None
 
     @property
     def world(self) -> int:
@@ -73,7 +77,13 @@ def slow_link() -> Iterator[Place]:
             limits = ("rate", RATE, "burst", "128kb", "latency", "50ms")
             _command("tc", "-n", name, "qdisc", "add", "dev", "link0", "root", "tbf", *limits)
         prefixes = tuple(("ip", "netns", "exec", name) for name in names)
-        yield Place(f"two ranks, {RATE} link", prefixes, sockets="link0", interface="link0")
+        yield Place(
+            f"two ranks, {RATE} link",
+            prefixes,
+            sockets="link0",
+            interface="link0",
+            rate=BITS_PER_SECOND,
+        )
     finally:
         for name in made:
             # A namespace takes its end of the pair along, and with it the other end.

@@ -59,13 +59,14 @@ class Figures:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One workload at one placement."""
+    """One workload at one placement. rate: of the link, in bits per second, where there is one."""
 
     workload: str
     placement: str
     k: int
     parameters: int
     figures: list[Figures]
+    rate: float | None = None
 
     @property
     def fastest_peer(self) -> Figures | None:
@@ -83,9 +84,25 @@ class Comparison:
             return None
         return figures.micro_step.median / peer.micro_step.median
 
+    def hidden(self, figures: Figures) -> float | None:
+        """Of the seconds that the bytes take on the link, the share by which the boundary is not longer for them.
+
+        Against the same programs without collectives; so only for ways that differ from those in nothing else.
+        """
+        way = WAYS[figures.way]
+        floor = next((f for f in self.figures if f.boundary and not WAYS[f.way].reduces), None)
+        if way.peer or not way.reduces or floor is None or not (figures.sent and self.rate):
+            return None
+        longer = figures.boundary.median - floor.boundary.median
+        return 1 - longer / (8 * figures.sent / self.rate)
+
 
 def compare(
-    ranks: list[RankFound], placement: str, k: int, alone: dict[str, dict[str, Any]]
+    ranks: list[RankFound],
+    placement: str,
+    k: int,
+    alone: dict[str, dict[str, Any]],
+    rate: float | None = None,
 ) -> Comparison:
     """alone: for each way that was also run by itself, what that showed."""
     first = ranks[0]
@@ -97,7 +114,7 @@ def compare(
         else Figures(key, failure=found["failure"], alone=alone.get(key))
         for key, found in first["ways"].items()
     ]
-    return Comparison(first["title"], placement, k, first["parameters"], figures)
+    return Comparison(first["title"], placement, k, first["parameters"], figures, rate)
 
 
 def _figures(

@@ -63,11 +63,13 @@ def _cost(c: Comparison) -> str:
                 f"{f.traffic['payload'] / MIB:.2f}",
                 str(f.traffic["others"]),
                 _mib(f.sent),
+                *([] if c.rate is None else [_share(c.hidden(f))]),
                 f"{f.warm_up:.1f}",
                 f"{f.first_calls:.1f}",
             ]
         )
     titles = ["way", "all-reduces per window", "their MiB", "other collectives", "MiB sent"]
+    titles += [] if c.rate is None else ["of their seconds on the link, hidden"]
     return _table(
         [*titles, "s to the end of window 2, all in one process", "of these compiling"], rows
     )
@@ -110,6 +112,10 @@ def _seconds(spread: Spread | None) -> str:
     if spread is None:
         return ""
     return f"{spread.median:.4f} ({spread.low:.4f}-{spread.high:.4f})"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.0%}"
 
 
 def _mib(count: float | None) -> str:
