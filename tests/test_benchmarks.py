@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -93,3 +94,23 @@ def test_check_of_a_gpu_without_one() -> None:
     done = run("gpu_check.py")
     assert done.returncode == 2
     assert "no CUDA device" in done.stdout
+
+
+def test_what_of_a_links_time_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from results import Comparison, Figures, Spread  # type: ignore[import-not-found]
+
+    def figures(way: str, boundary: float, sent: float | None = None) -> Any:
+        return Figures(way, boundary=Spread(boundary, boundary, boundary), sent=sent)
+
+    # 50 MB are 0.4 s at a Gbit/s, and the boundary is 0.3 s longer for them.
+    ours, peer, floor = (
+        figures("gradsync", 0.5, 5e7),
+        figures("ddp", 0.6, 5e7),
+        figures("floor", 0.2),
+    )
+    slow = Comparison("", "", 4, 1, [peer, ours, floor], rate=1e9)
+    assert slow.hidden(ours) == pytest.approx(0.25)
+    assert slow.hidden(peer) is slow.hidden(floor) is None
+    assert Comparison("", "", 4, 1, [peer, ours], rate=1e9).hidden(ours) is None
+    assert Comparison("", "", 4, 1, [peer, ours, floor]).hidden(ours) is None
