@@ -109,8 +109,9 @@ def test_a_rank_is_killed(
         assert survivor["pending"] == (0 if fault.where == "tracing" else K - 1)
     left = [path.name for path in tmp_path.iterdir() if path.name.endswith(".tmp")]
     assert len(left) == (fault.where == "saving")
-    again = mortals(world, faults.train, *arguments, None, {}, folder=tmp_path)
-    for one in again:
+    if fault.where == "tracing":
+        return  # nothing was saved yet
+    for one in mortals(world, faults.train, *arguments, None, {}, folder=tmp_path):
         assert one["type"] == "", one
         equal(one["parameters"], undisturbed(world))
 
@@ -299,7 +300,7 @@ def test_what_travelled_when_a_program_was_cut_off_is_forgotten() -> None:
         ("buffers", "ReplicaMismatchError", "rank 0 has 0 buffers, rank 1 has 1 buffers"),
         ("reduction", "RanksDisagreeError", "rank 0 has mean, rank 1 has sum"),
         ("windows", "RanksDisagreeError", "rank 0 has False, rank 1 has True"),
-        ("bucket_cap_mb", "RanksDisagreeError", "rank 0 has 25.0, rank 1 has 0.001"),
+        ("bucket_cap_mb", "RanksDisagreeError", "rank 0 has 25.0, rank 1 has 1.0"),
         ("reduce_dtype", "RanksDisagreeError", "rank 0 has None, rank 1 has torch.bfloat16"),
         ("accumulator_dtype", "RanksDisagreeError", "rank 1 has torch.bfloat16"),
     ],

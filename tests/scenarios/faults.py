@@ -154,8 +154,8 @@ def train(
                 )
                 if isinstance(backend, Backend):
                     backend.call = i + 1
-                if options.get("slow") == rank:
-                    time.sleep(0.7)
+                if options.get("slow") == rank and (i + 1) % K == 0:
+                    time.sleep(2.0)
                 began = time.monotonic()
                 step(model, optimizer, *slot.batch(), slot.branch)
     except BaseException as error:
@@ -279,7 +279,7 @@ def differ(rank: int, which: str) -> dict[str, Any]:
         elif which == "windows":
             options["skip_nonfinite"] = True
         else:
-            options[which] = 1e-3 if which == "bucket_cap_mb" else torch.bfloat16
+            options[which] = 1.0 if which == "bucket_cap_mb" else torch.bfloat16
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     step = gradsync_fx.optimize(
         plain, gradient_accumulation_steps=1, backend="aot_eager", **options
