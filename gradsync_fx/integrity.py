@@ -61,14 +61,17 @@ class Integrity:
 
     def check(self, what: str, *, allowed: int = 0) -> None:
         """Raises `WindowError` for `what`, unless all marks that stand are among those allowed."""
-        found = self._open & ~allowed
-        if found:
-            raise _void(what, found)
+        if self._open & ~allowed:
+            raise _void(what, self._open)
 
 
 def _void(what: str, found: int) -> WindowError:
     if found & MEETING:
         seen = "an earlier call was cut off between the ranks: the others may still wait for this one, or are gone"
+        if found & UPDATE:
+            seen += "; parameters and optimizer state may be half written"
+        elif found & SUMS:
+            seen += "; the running sums may be half written"
         fix = "end all ranks, and start them anew from the last saved state"
     elif found & UPDATE:
         seen = (

@@ -28,8 +28,8 @@ def lost(seen: str, where: str) -> RankLostError:
 
 def broken(failure: BaseException) -> str:
     """What a broken connection, or a wait that ended, looks like from here."""
-    said = str(failure).strip().splitlines() or [type(failure).__name__]
-    return f"the connection to one of them broke, or it did not answer in time ({said[0]})"
+    said = (str(failure).strip().splitlines() or [type(failure).__name__])[0].partition(". ")[0]
+    return f"the connection to one of them broke, or it did not answer in time ({said})"
 
 
 class NamedLosses:
