@@ -94,7 +94,7 @@ def resume(args, end: int) -> None:
         if world > 1:
             dcp.load(state := run.state(), checkpoint_id=args.resume)
         else:
-            state = torch.load(f"{args.resume}/state.pt")
+            state = torch.load(f"{args.resume}/state.pt", weights_only=True)
         run.load(state)
         console = Console(quiet=rank > 0, soft_wrap=True)
         console.print(f"resumed after call {run.step.micro_step}, {run.step.pending} pending")

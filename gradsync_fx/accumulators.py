@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from gradsync_fx.capture import hook_error
 from gradsync_fx.captured import CapturedStep
 from gradsync_fx.eager.step import EagerStep
-from gradsync_fx.errors import WindowError
+from gradsync_fx.errors import GradSyncWarning, WindowError
 from gradsync_fx.flat import allocate
 from gradsync_fx.observed import has_hooks
 from gradsync_fx.options import Options
@@ -71,9 +72,9 @@ class Accumulators:
             total = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
             self._keep(name, parameter, total, options)
         if name in self.restored:
-            value = self.restored.pop(name)
-            check_fits(name, self.sums[name], value)
-            self.sums[name].copy_(value)
+            check_fits(name, self.sums[name], self.restored[name])
+            self.sums[name].copy_(self.restored[name])
+            del self.restored[name]  # only now: a call that was refused is made again
 
     def _keep(
         self, name: str, parameter: torch.Tensor, total: torch.Tensor, options: Options
@@ -93,6 +94,23 @@ class Accumulators:
             for name, parameter in captured.capture.parameters.items():
                 if name in self.restored:
                     self._make(name, parameter, captured.options)
+
+    def drop_gradients(self, parameters: Mapping[str, torch.Tensor] | None = None) -> None:
+        """`.grad` is None between calls; what stands there is dropped with a warning.
+
+        parameters: by default those that ever had a running sum.
+        """
+        held = self.parameters if parameters is None else parameters
+        dropped = [name for name, p in held.items() if p.grad is not None]
+        for name in dropped:
+            held[name].grad = None
+        if dropped:
+            warnings.warn(
+                f"{dropped[0]!r} had a .grad ({len(dropped)} parameters in all): dropped. The window's gradients are "
+                "kept in accumulators; see step.gradients().",
+                GradSyncWarning,
+                stacklevel=3,
+            )
 
     def place_weights(self, device: torch.device) -> None:
         """Running weights beside the parameters; before the first capture their place is not known."""

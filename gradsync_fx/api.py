@@ -25,13 +25,15 @@ from gradsync_fx.errors import (
     NoOptimizerError,
 )
 from gradsync_fx.executor import Executor
+from gradsync_fx.files import Place
 from gradsync_fx.inspection.costs import Hardware
 from gradsync_fx.inspection.describe import describe
 from gradsync_fx.inspection.report import Report
 from gradsync_fx.inspection.uncaptured import describe_eager
+from gradsync_fx.lost import NamedLosses
 from gradsync_fx.lowering import decompositions
 from gradsync_fx.options import Options
-from gradsync_fx.saving import load, save
+from gradsync_fx.saving import load, load_file, save, save_file
 from gradsync_fx.self_check import Verdict, check
 from gradsync_fx.traces import artifact
 
@@ -50,6 +52,7 @@ class OptimizedStep:
     ) -> None:
         functools.update_wrapper(self, train_step)
         self._executor = Executor(options, simulated)
+        self._losses = NamedLosses(self._executor.place)
         self._to_check = options.self_check
         self._simulated, self._train_step = simulated is not None, train_step
         self._find = _Finder(train_step, self._executor)
@@ -77,24 +80,27 @@ class OptimizedStep:
             verdict.require()
             self._to_check = False
         first = executor.setting is None
-        executor.drop_user_gradients()
-        result = self._find.call(*args, **kwargs)
+        executor.integrity.check(self._name)
+        executor.accumulators.drop_gradients()
+        with self._losses:
+            result = self._find.call(*args, **kwargs)
         if first:
-            executor.drop_user_gradients()
+            executor.accumulators.drop_gradients()
         if executor.sync_gradients and executor.window.optimizer_step == 1:
             artifact("report", lambda: self.report().to_json())
         return result
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Captures and compiles for these arguments without running anything."""
-        try:
-            captured = self._find.capture_of(args, kwargs)
-        except CaptureError as why:
-            self._find.run_eagerly(why)
-            assert self._find.eager is not None
-            self._find.eager.prepare(args, kwargs)
-        else:
-            self._executor.prepare(captured)
+        with self._losses:
+            try:
+                captured = self._find.capture_of(args, kwargs)
+            except CaptureError as why:
+                self._find.run_eagerly(why)
+                assert self._find.eager is not None
+                self._find.eager.prepare(args, kwargs)
+            else:
+                self._executor.prepare(captured)
 
     @property
     def sync_gradients(self) -> bool:
@@ -135,11 +141,13 @@ class OptimizedStep:
 
     def flush(self, on_update: Callable[[], Any] | None = None) -> None:
         """Closes the open window now: reduce, update, zero. Every rank calls it."""
-        self._executor.flush(on_update)
+        with self._losses:
+            self._executor.flush(on_update)
 
     def skip(self) -> None:
         """This rank's micro-step without data."""
-        self._executor.skip()
+        with self._losses:
+            self._executor.skip()
 
     def discard(self) -> None:
         """Drops the open window; `micro_step` keeps counting."""
@@ -156,6 +164,24 @@ class OptimizedStep:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes what `state_dict` gave. Raises `StateError` with both values where it does not fit."""
         load(self._executor, state)
+
+    def save(self, path: Place, **states: Mapping[str, Any]) -> None:
+        """Writes the window to a file, with further state dicts: `model=model.state_dict(), ...`, one point in time.
+
+        Each rank saves its own window, so each names a file of its own. The file is there whole or not at all: when
+        saving fails, or the process is killed, the one that was there before stays. Raises `StateError` when it cannot
+        be written, or for states that are not plain data; `WindowError` for a window that is void.
+        """
+        save_file(self._executor, path, states)
+
+    def load(self, path: Place) -> dict[str, Any]:
+        """Takes the window from a file of `save`, and returns the further states, by name, on the CPU.
+
+        The caller hands them to `load_state_dict` of the model and the others. Nothing in a file is run
+        (`weights_only=True`). Raises `StateError` for a file that is damaged, of another format, or does not fit;
+        nothing is changed then.
+        """
+        return load_file(self._executor, path)
 
     def report(self, hardware: str | Hardware = "laptop") -> Report:
         """What the rewrite changed, for what has been captured so far. Raises `WindowError` before the first call.
@@ -237,7 +263,12 @@ class _Finder:
         self._last = (args, kwargs)
         self._demand.key = self._changed_groups()
         try:
-            result = self._call(*args, **kwargs)
+            try:
+                result = self._call(*args, **kwargs)
+            except Exception:
+                # The user's code behind the program, perhaps: then the other ranks wait for the window's second half.
+                self._executor.finish()
+                raise
             self._executor.finish()
             return result
         finally:

@@ -13,9 +13,11 @@ import torch
 from torch.profiler import record_function
 
 from gradsync_fx.capture import Capture
+from gradsync_fx.dividing import Divisors
 from gradsync_fx.errors import CaptureError, GradSyncWarning, UpdateError
+from gradsync_fx.integrity import Integrity
 from gradsync_fx.journal import Journal
-from gradsync_fx.lowering import Compiled, decompositions, lower
+from gradsync_fx.lowering import Compiled, as_it_is, decompositions, lower
 from gradsync_fx.ops import ALL_REDUCE, WAIT, user_line
 from gradsync_fx.options import Options
 from gradsync_fx.passes import build
@@ -34,11 +36,11 @@ from gradsync_fx.program import Kind, Program
 from gradsync_fx.regions import check_weights, find_regions
 from gradsync_fx.traces import artifact
 from gradsync_fx.updates import Binding
+from gradsync_fx.wire import forget
 
 
 log = logging.getLogger(__name__)
 NONE: frozenset[int] = frozenset()
-Divisors = dict[tuple[str, int], float]
 _HELD = frozenset((Kind.STATE, Kind.SCALAR))
 
 
@@ -51,9 +53,10 @@ class CapturedStep:
         options: Options,
         accumulators: dict[str, torch.Tensor],
         weights: dict[int, torch.Tensor],
+        integrity: Integrity,
         simulated: int | None = None,
     ) -> None:
-        self.capture, self.options = capture, options
+        self.capture, self.options, self._integrity = capture, options, integrity
         self.regions = find_regions(capture.step)
         self.setting: Setting = find_setting(capture.ddp, options, simulated)
         self.journal = Journal()
@@ -258,8 +261,20 @@ class CapturedStep:
             for i, scalar in enumerate(self.bindings[key].scalars(update)):
                 held[Kind.SCALAR, (key, i)] = scalar
         start = time.perf_counter()
-        with torch.no_grad(), record_function(f"gradsync_fx: {program.name}"):
-            results = list(compiled(self._inputs(program, args, held)))
+        inputs = self._inputs(program, args, held)
+        first = None
+        if as_it_is(self.options) and program.first_written is not None:
+            first = inputs[program.first_written]
+            version = first._version
+        self._integrity.writes(updates=bool(updates))
+        try:
+            with torch.no_grad(), record_function(f"gradsync_fx: {program.name}"):
+                results = list(compiled(inputs))
+        except BaseException:
+            forget(self.plan.accumulators.values())
+            if first is not None and first._version == version:
+                self._integrity.spared()  # an assert of the step's own, say
+            raise
         calls, seconds = self.measured.get(program.name, (0, 0.0))
         self.measured[program.name] = (calls + 1, seconds + time.perf_counter() - start)
         for key in reversed(updates):

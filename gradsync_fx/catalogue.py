@@ -13,6 +13,7 @@ from gradsync_fx.capture import Capture, hook_error
 from gradsync_fx.captured import CapturedStep
 from gradsync_fx.eager.step import EagerStep, Objects
 from gradsync_fx.errors import GradSyncWarning, WindowError
+from gradsync_fx.integrity import Integrity
 from gradsync_fx.optimizer_state import parameters_of
 from gradsync_fx.options import Options
 from gradsync_fx.regions import check_deferrable
@@ -32,12 +33,15 @@ Retrace = Callable[[dict[str, Any]], CapturedStep | None]
 class Catalogue:
     """`retrace(parameters)` captures the last call anew, with gradients for these parameters in any case."""
 
-    def __init__(self, accumulators: Accumulators, simulated: int | None = None) -> None:
+    def __init__(
+        self, accumulators: Accumulators, integrity: Integrity, simulated: int | None = None
+    ) -> None:
         self.captures: list[CapturedStep] = []
         self.latest: CapturedStep | EagerStep | None = None
         self.eager: list[EagerStep] = []
         self.retrace: Retrace = lambda parameters: None
         self._accumulators, self._simulated = accumulators, simulated
+        self._integrity = integrity
         self._by_structure: dict[tuple[Any, ...], CapturedStep] = {}
 
     @property
@@ -62,7 +66,9 @@ class Catalogue:
         sums = self._accumulators
         if capture.parameters:
             sums.place_weights(next(iter(capture.parameters.values())).device)
-        captured = CapturedStep(capture, options, sums.sums, sums.weights, self._simulated)
+        captured = CapturedStep(
+            capture, options, sums.sums, sums.weights, self._integrity, self._simulated
+        )
         if options.accumulates:
             check_deferrable(capture.step, captured.regions)
         if capture.weighed and options.reduction != "weighted" and not self.captures:

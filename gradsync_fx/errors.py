@@ -64,12 +64,16 @@ class RanksDisagreeError(WindowError):
     """The ranks stand at different places of the window, or run different programs."""
 
 
+class RankLostError(RanksDisagreeError):
+    """A rank was killed, ended, or did not come within the timeout."""
+
+
 class ReplicaMismatchError(GradSyncError):
-    """The ranks' copies of the model differ at the first call."""
+    """The ranks' copies of the model differ at the first call: parameters, buffers, their forms or values."""
 
 
 class StateError(GradSyncError):
-    """A saved state does not fit this step."""
+    """A saved state does not fit this step, or its file cannot be written or read."""
 
 
 class GradSyncWarning(UserWarning):

@@ -13,20 +13,21 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from gradsync_fx.accumulators import Accumulators
 from gradsync_fx.capture import Capture
-from gradsync_fx.captured import NONE, CapturedStep, Divisors
+from gradsync_fx.captured import NONE, CapturedStep
 from gradsync_fx.catalogue import Catalogue, Found
+from gradsync_fx.dividing import Divisors, divisors_of, totals_of
 from gradsync_fx.eager.step import EagerStep
 from gradsync_fx.errors import GradSyncWarning, WindowError
+from gradsync_fx.integrity import SUMS, Integrity
 from gradsync_fx.module_buffers import ModuleBuffers
 from gradsync_fx.options import Options
-from gradsync_fx.planning import Setting
+from gradsync_fx.planning import Setting, shared_options
 from gradsync_fx.presence import in_job
 from gradsync_fx.ranks import (
     ACCUMULATE,
@@ -35,11 +36,11 @@ from gradsync_fx.ranks import (
     Line,
     Meeting,
     Position,
-    check_replicas,
     check_same_layout,
 )
 from gradsync_fx.refusals import changed_steps, no_call_yet, no_common_tail, nothing_captured
 from gradsync_fx.regions import check_deferrable
+from gradsync_fx.replicas import check_replicas
 from gradsync_fx.window import WindowState
 
 
@@ -58,7 +59,8 @@ class Executor:
         self.window = WindowState.fresh(len(options.steps))
         self.sync_gradients = False
         self.accumulators = Accumulators(len(options.steps))
-        self.catalogue = Catalogue(self.accumulators, simulated)
+        self.integrity = Integrity()
+        self.catalogue = Catalogue(self.accumulators, self.integrity, simulated)
         self.buffers = ModuleBuffers()
         self.only_find = False
         self.saved: WindowState | None = None
@@ -81,17 +83,22 @@ class Executor:
             len(captured.names),
             "new" if new else "its programs exist",
         )
-        if new and len(self.captures) == 1 and not self._simulated:
+        if not (self._begun or self._simulated):
             self.begin(captured)
         return lambda args: self.run(captured, args)
 
     def begin(self, captured: CapturedStep | EagerStep) -> None:
-        """All ranks' first step: from here on they can speak to each other."""
-        self._begun = True
-        self._line = Line(captured.setting.group, self.options.rank_timeout)
-        if captured.setting.group is not None:
-            check_replicas(self._line, captured.capture.parameters)
+        """All ranks' first step: from here on they can speak to each other. Made again by the next call if it fails."""
+        self.integrity.check("the first call")
+        setting, capture = captured.setting, captured.capture
+        self._line = Line(setting.group, self.options.rank_timeout)
+        if setting.group is not None:
+            with self.integrity.among_ranks():
+                alike = shared_options(setting, self.options)
+                check_replicas(self._line, alike, capture.parameters, capture.buffers)
         self.buffers.first(captured)
+        self._begun = True
+        self.integrity.over()
 
     def prepare(self, captured: CapturedStep) -> None:
         """Compiles what calls like this one will run."""
@@ -105,28 +112,12 @@ class Executor:
     def _all_parts(self) -> frozenset[int]:
         return frozenset(range(len(self.window.parts)))
 
-    def drop_user_gradients(self) -> None:
-        """`.grad` is None between calls; what stands there is dropped with a warning."""
-        self.drop_gradients(self.accumulators.parameters)
-
-    def drop_gradients(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Drops what stands in `.grad` of these, with a warning."""
-        dropped = [name for name, p in parameters.items() if p.grad is not None]
-        for name in dropped:
-            parameters[name].grad = None
-        if dropped:
-            warnings.warn(
-                f"{dropped[0]!r} had a .grad ({len(dropped)} parameters in all): dropped. The window's gradients are "
-                "kept in accumulators; see step.gradients().",
-                GradSyncWarning,
-                stacklevel=3,
-            )
-
     def run(self, captured: CapturedStep, args: list[Any]) -> Any:
         """One micro-step: the accumulate or a boundary program, as the counter (or the step itself) says."""
         if self.only_find:
             captured.remember(args)
             raise Found(captured)
+        self._apart = None  # of a call that was cut off, and has been dropped since
         if self.window.pending == 0 or captured is not self.catalogue.latest:
             self.accumulators.check_trainable(captured, self.next_place())
         self.catalogue.latest = captured
@@ -140,6 +131,7 @@ class Executor:
         results = captured.micro_step(args, NONE, {})
         self.accumulators.added(captured.names)
         self.window, self.sync_gradients = after, False
+        self.integrity.over()
         return results
 
     def closing(self, captured: CapturedStep | EagerStep) -> frozenset[int]:
@@ -147,6 +139,11 @@ class Executor:
         if self.options.manual:
             return self._all_parts if captured.updates else NONE
         return self.window.closing(self.options.steps)
+
+    def place(self) -> str:
+        """Where this rank's next call stands among the ranks, for people."""
+        window = self.window
+        return self._line.place(window.pending + 1, max(self.options.steps), window.optimizer_step)
 
     def next_place(self) -> str:
         """Where the next call stands, for people."""
@@ -162,21 +159,21 @@ class Executor:
         runs: bool,
     ) -> Meeting:
         """Tells the other ranks where this one stands, and learns it of them."""
-        meeting = self._line.meet(
-            Position(
-                kind=kind,
-                runs=runs,
-                k=max(self.options.steps),
-                pending=after.pending,
-                closing=sum(1 << part for part in closing),
-                optimizer_step=self.window.optimizer_step,
-                layout=captured.layout_for(self.accumulators.in_window),
-                discards=self._discards,
-                weights=self._weights(captured, after),
-            )
+        mine = Position(
+            kind=kind,
+            runs=runs,
+            k=max(self.options.steps),
+            pending=after.pending,
+            closing=sum(1 << part for part in closing),
+            optimizer_step=self.window.optimizer_step,
+            layout=captured.layout_for(self.accumulators.in_window),
+            discards=self._discards,
+            weights=self._weights(captured, after),
         )
-        if meeting.someone_runs and self.options.sync_each_batch:
-            check_same_layout(meeting)
+        with self.integrity.among_ranks(alone=self._line.group is None):
+            meeting = self._line.meet(mine)
+            if meeting.someone_runs and self.options.sync_each_batch:
+                check_same_layout(meeting)
         return meeting
 
     def _weights(self, captured: CapturedStep | EagerStep, after: WindowState) -> tuple[float, ...]:
@@ -185,13 +182,8 @@ class Executor:
         return tuple(float(weight) for weight in self.accumulators.weights.values())
 
     def _divisors(self, totals: list[float]) -> Divisors:
-        summing = self.options.reduction == "sum"
         world = self.setting.world if self.setting is not None else 1
-        found: Divisors = {}
-        for part, total in enumerate(totals):
-            found["ranks", part] = float(world) if summing else total
-            found["local", part] = 1.0 if summing else total / world
-        return found
+        return divisors_of(totals, self.options.reduction, world)
 
     @property
     def setting(self) -> Setting | None:
@@ -215,9 +207,10 @@ class Executor:
         elif meeting.someone_runs:
             self._keep_company(captured)
         if meeting.kind == ACCUMULATE:
+            self.integrity.over()
             return [], meeting
         closing = meeting.closing
-        totals = [sum(column) for column in zip(*(p.weights for p in meeting.ranks), strict=True)]
+        totals = totals_of(p.weights for p in meeting.ranks)
         results: list[Any] = []
         if isinstance(captured, EagerStep):
             # Its own calls close its windows (eager/window.py): this is an end without data.
@@ -262,7 +255,8 @@ class Executor:
         log.debug("window closed after call %d: %s", self.window.micro_step, closing)
         if updated:
             self.buffers.after_boundary(captured)
-        elif meeting.pending:
+        self.integrity.over()
+        if not updated and meeting.pending:
             warnings.warn(
                 "a window closed without a single term on any rank (skipped, not finite, or of zero weight): no update",
                 GradSyncWarning,
@@ -281,7 +275,7 @@ class Executor:
         rows = self._line.gather([float(ready), *self._weights(captured, self.window)])
         if target is None or not all(row[0] for row in rows):
             raise no_common_tail([rank for rank, row in enumerate(rows) if not row[0]])
-        totals = [sum(column) for column in zip(*(row[1:] for row in rows), strict=True)]
+        totals = totals_of(row[1:] for row in rows)
         updated = frozenset(part for part in closing if totals[part] > 0) if names else NONE
         if updated:
             target.host_values = captured.host_values
@@ -317,12 +311,13 @@ class Executor:
         rows = self._line.gather([float(ready), *self._weights(eager, after)])
         if names and not all(row[0] for row in rows):
             raise no_call_yet([rank for rank, row in enumerate(rows) if not row[0]])
-        totals = [sum(column) for column in zip(*(row[1:] for row in rows), strict=True)]
+        totals = totals_of(row[1:] for row in rows)
         if not names or totals[part] <= 0:
             return False
         known = eager.capture.parameters
         self.accumulators.make({name: known[name] for name in names}, known, self.options)
         divisors = self._divisors(totals)
+        self.integrity.writes(updates=True)
         eager.reduce(names, divisors["ranks", part], divisors["local", part])
         return True
 
@@ -330,11 +325,13 @@ class Executor:
         """Takes part, without data, in the collectives of the other ranks' micro-step."""
         self.buffers.keep_company(captured)
         if self.options.sync_each_batch and isinstance(captured, CapturedStep):
+            self.integrity.writes(updates=False)
             captured.take_part()
             self.accumulators.added(captured.names)
 
     def flush(self, on_update: Any = None) -> None:
         """Closes the open window with what is summed; keeps ranks that still have data company."""
+        self.integrity.check("flush")
         self.sync_gradients = False
         captured = self.catalogue.closer()
         if captured is None:
@@ -354,6 +351,7 @@ class Executor:
 
     def skip(self) -> None:
         """A slot without data."""
+        self.integrity.check("skip")
         captured = self.catalogue.closer()
         if captured is None:
             raise nothing_captured("skip")
@@ -374,18 +372,23 @@ class Executor:
             if meeting.someone_runs:
                 self._keep_company(captured)
         self.window, self.sync_gradients = after, False
+        self.integrity.over()
 
     def discard(self) -> None:
         """Drops the open window, also one that was loaded and waits for its first call."""
+        self.integrity.check("discard", allowed=SUMS)
+        self.integrity.writes(updates=False)
         held = self.accumulators
         held.restored, held.in_window = {}, {}
         held.clear(self._all_parts)
         self._discards += 1
         self.window = self.window.closed(self._all_parts, updated=False)
         self.sync_gradients = False
+        self.integrity.over()
 
     def set_steps(self, k: Any) -> None:
         """Another window length, at a boundary."""
+        self.integrity.check("gradient_accumulation_steps")
         changed = changed_steps(self.options, k, self.window.pending)
         if changed.accumulates:
             for captured in self.captures:

@@ -41,11 +41,16 @@ def decompositions(options: Options) -> dict[Any, Any]:
         return dict(select_decomp_table())
 
 
+def as_it_is(options: Options) -> bool:
+    """Whether programs run as graphs of torch's own calls, one after the other."""
+    return options.backend in ("eager", "aot_eager")
+
+
 def lower(program: Program, fake_mode: Any, options: Options) -> Compiled:
     """Compiles a program. The callable takes the list of its inputs, which it may empty, and returns its outputs."""
     if options.backend == "inductor":
         return _inductor(program, fake_mode, options)
-    if options.backend in ("eager", "aot_eager"):
+    if as_it_is(options):
         return lambda args: program.module(*args)
     backend = (
         lookup_backend(options.backend) if isinstance(options.backend, str) else options.backend

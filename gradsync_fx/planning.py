@@ -83,6 +83,20 @@ def find_setting(
     return Setting(group, world, rank, cap, broadcast, wire_dtype, ignored)
 
 
+def shared_options(setting: Setting, options: Options) -> dict[str, object]:
+    """What has to be equal on all ranks, by the option's name; k is compared whenever ranks meet."""
+    return {
+        "reduction": options.reduction,
+        "skip_nonfinite": options.skip_nonfinite,
+        "sync_each_batch": options.sync_each_batch,
+        "broadcast_buffers": setting.broadcast_buffers,
+        "bucket_cap_mb": setting.bucket_bytes / MIB,
+        "accumulator_dtype": options.accumulator_dtype,
+        "reduce_dtype": setting.wire_dtype,
+        "gradient_accumulation_steps": f"{len(options.steps)} windows side by side",
+    }
+
+
 def _wire(ddp: DistributedDataParallel) -> torch.dtype | None:
     """The dtype of DDP's stock compression hook, if it has one; any other hook is refused."""
     for hook, _ in getattr(ddp, "_comm_hooks", []):

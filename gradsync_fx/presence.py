@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -38,20 +38,25 @@ def compiling(rank_timeout: float | None) -> Iterator[None]:
 
 
 def someone_compiles() -> bool:
-    """Whether any rank of the job is compiling now."""
-    store = default_store()
-    return any(
-        store.check([_key(rank)]) and store.get(_key(rank)) == b"yes"
-        for rank in range(dist.get_world_size())
-    )
+    """Whether any rank of the job is compiling now. One that was killed while it did never says that it ended."""
+    return any(_read(_key(rank)) == "yes" for rank in range(dist.get_world_size()))
 
 
 def give_up(group: str, where: str) -> None:
     """This rank waits no longer: whoever comes later must not start what it will not finish."""
-    default_store().set(f"gradsync_fx/gave_up/{group}", where)
+    with suppress(RuntimeError):
+        default_store().set(f"gradsync_fx/gave_up/{group}", where)
 
 
 def who_gave_up(group: str) -> str | None:
     """What the rank said that gave up, or None."""
-    store, key = default_store(), f"gradsync_fx/gave_up/{group}"
-    return store.get(key).decode() if store.check([key]) else None
+    return _read(f"gradsync_fx/gave_up/{group}")
+
+
+def _read(key: str) -> str | None:
+    """What stands there; None where nothing does, or where the process that kept the store is gone."""
+    store = default_store()
+    try:
+        return store.get(key).decode() if store.check([key]) else None
+    except RuntimeError:
+        return None

@@ -7,7 +7,7 @@ Program   a graph ready to be lowered; takes the step's inputs that it still rea
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -90,18 +90,22 @@ def form_of(value: Any) -> str:
 class Program:
     """One of the programs of a step. `slots` are in the order of the placeholders.
 
-    It returns the step's outputs, then `host_values` values that the host's calls want, then new state.
+    It returns the step's outputs, then `host_values` values that the host's calls want, then new state. first_written:
+    the place of the input that it writes first, run as it is; None where it writes nothing.
     """
 
     name: str
     module: GraphModule
     slots: tuple[Slot, ...]
     host_values: int = 0
+    first_written: int | None = field(init=False)
 
     def __post_init__(self) -> None:
         holders = self.module.graph.find_nodes(op="placeholder")
         if len(holders) != len(self.slots):
             raise AssertionError(f"{self.name}: {len(holders)} inputs, {len(self.slots)} slots")
+        first = next((w.args[0] for w in writes(self.module)), None)
+        self.first_written = None if first is None else list(holders).index(first)
 
     def inputs(self) -> list[Any]:
         """The fake values of the inputs, in order."""

@@ -1,12 +1,12 @@
-"""What ranks tell each other outside of the programs: where they stand, and that their copies are equal.
+"""What ranks tell each other outside of the programs: where they stand.
 
 Nothing here runs in an accumulate call, unless that call has collectives anyway (sync_each_batch, buffers "every").
 """
 
 from __future__ import annotations
 
+import math
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from gradsync_fx._torch import all_gather_single
-from gradsync_fx.errors import RanksDisagreeError, ReplicaMismatchError
+from gradsync_fx.errors import RanksDisagreeError
+from gradsync_fx.lost import broken, lost
 from gradsync_fx.presence import give_up, someone_compiles, who_gave_up
 
 
@@ -100,50 +101,62 @@ class Line:
         return everyone.view(world, len(values)).tolist()
 
     def _wait(self, work: dist.Work, where: str) -> None:
-        if self.timeout is None or self.group is None:
+        assert self.group is not None
+        name = self.group.group_name
+        try:
+            if self.timeout is not None or _is_gloo(self.group):
+                self._look_round_until_it_came(work, where)
             work.wait()
-            return
-        name, end = self.group.group_name, time.monotonic() + self.timeout
-        while True:
-            try:
-                work.wait(timedelta(seconds=min(1.0, self.timeout / 10)))
-                break
-            except RuntimeError as failure:
-                if someone_compiles():
-                    end = time.monotonic() + self.timeout
-                elif time.monotonic() >= end or work.is_completed():
-                    give_up(name, where)
-                    waited = f"not all came within {self.timeout:g} s, and none was compiling"
-                    raise _gone(f"{waited}; {where}") from failure
-        early = who_gave_up(name)
+        except RuntimeError as failure:
+            give_up(name, where)
+            raise lost(broken(failure), where) from failure
+        early = who_gave_up(name) if self.timeout is not None else None
         if early is not None:
-            raise _gone(f"{early}, when it gave up waiting for this one; {where}")
+            raise lost(f"{early}, when it gave up waiting for this one", where)
+
+    def _look_round_until_it_came(self, work: dist.Work, where: str) -> None:
+        """In slices: an interrupt is seen between two, and so is what the other ranks wrote down meanwhile."""
+        assert self.group is not None
+        name, limit = self.group.group_name, math.inf if self.timeout is None else self.timeout
+        end = time.monotonic() + limit
+        while not _came_within(work, min(1.0, limit / 10)):
+            early = who_gave_up(name)
+            if early is not None:
+                raise lost(f"{early}, when it gave up", where)
+            if someone_compiles():
+                end = time.monotonic() + limit
+            elif time.monotonic() >= end:
+                give_up(name, where)
+                raise lost(f"not all came within {limit:g} s, and none was compiling", where)
+
+    def texts(self, mine: str) -> list[str]:
+        """Every rank's text, in rank order."""
+        sent = mine.encode()
+        longest = int(max(row[0] for row in self.gather([len(sent)])))
+        rows = self.gather([*sent, *([-1] * (longest + 1 - len(sent)))])
+        return [bytes(int(b) for b in row if b >= 0).decode() for row in rows]
 
     def names(self, mine: Sequence[str]) -> list[str]:
         """All names of all ranks, sorted."""
         if self.group is None:
             return sorted(set(mine))
-        text = "\0".join(mine).encode()
-        longest = int(max(row[0] for row in self.gather([len(text)])))
-        rows = self.gather([*text, *([-1] * (longest - len(text)))])
-        found = {
-            name
-            for row in rows
-            for name in bytes(int(b) for b in row if b >= 0).decode().split("\0")
-        }
+        found = {name for text in self.texts("\0".join(mine)) for name in text.split("\0")}
         return sorted(found - {""})
 
     def meet(self, mine: Position) -> Meeting:
         """Every rank's position. Raises `RanksDisagreeError`, on every rank, when windows differ."""
         fixed = [mine.kind, mine.runs, mine.k, mine.pending, mine.closing, mine.optimizer_step]
         numbers = [*fixed, mine.layout, mine.discards, *mine.weights]
-        place = f"micro-step {mine.pending}/{mine.k or '?'} of update {mine.optimizer_step + 1}"
-        where = f"rank {_rank(self.group)} is at {place}"
-        rows = self.gather(numbers, where=where)
+        rows = self.gather(numbers, where=self.place(mine.pending, mine.k, mine.optimizer_step))
         everyone = [_position(row) for row in rows]
         if self.group is not None:
             _check(everyone)
         return Meeting(everyone)
+
+    def place(self, pending: int, k: int, optimizer_step: int) -> str:
+        """Where this rank stands, for people."""
+        place = f"micro-step {pending}/{k or '?'} of update {optimizer_step + 1}"
+        return f"rank {_rank(self.group)} is at {place}"
 
 
 def _position(row: list[float]) -> Position:
@@ -186,16 +199,6 @@ def check_same_layout(meeting: Meeting) -> None:
         )
 
 
-def _gone(seen: str) -> RanksDisagreeError:
-    return RanksDisagreeError(
-        "the other ranks",
-        seen=seen,
-        wanted="all ranks at the boundary within rank_timeout",
-        fix="see whether a rank raised, ended, or made fewer calls (step.flush() is for a rank whose data ended); the "
-        "process group cannot be used further: restart from the last saved state",
-    )
-
-
 def _disagree(
     everyone: list[Position], what: str, show: Callable[[Position], str], fix: str = ""
 ) -> RanksDisagreeError:
@@ -218,39 +221,21 @@ def _rank(group: ProcessGroup | None) -> int:
     return 0 if group is None else dist.get_rank(group)
 
 
+def _is_gloo(group: ProcessGroup) -> bool:
+    return "gloo" in dist.get_backend(group)
+
+
 def _device(group: ProcessGroup) -> torch.device:
-    return torch.device("cpu") if "gloo" in dist.get_backend(group) else torch.device("cuda")
+    return torch.device("cpu") if _is_gloo(group) else torch.device("cuda")
 
 
-FIRST = "at its first call"
-
-
-def check_replicas(line: Line, tensors: dict[str, torch.Tensor]) -> None:
-    """Raises `ReplicaMismatchError` naming the first parameter whose bytes differ between ranks."""
-    counts = [int(row[0]) for row in line.gather([len(tensors)], where=FIRST)]
-    if len(set(counts)) > 1:
-        raise ReplicaMismatchError(
-            "the model",
-            seen=", ".join(f"rank {r} has {n} parameters" for r, n in enumerate(counts)),
-            wanted="equal copies of the model on all ranks",
-            fix="build the same model on every rank",
-        )
-    sums = [_checksum(t) for t in tensors.values()]
-    rows = line.gather(sums, where=FIRST)
-    for i, name in enumerate(tensors):
-        for rank, row in enumerate(rows):
-            if row[i] != rows[0][i]:
-                raise ReplicaMismatchError(
-                    f"parameter {name!r}",
-                    seen=f"rank {rank} starts with other values than rank 0",
-                    wanted="equal copies of the model on all ranks",
-                    fix="seed all ranks alike before the model is built, load the same weights, or wrap it in DDP",
-                )
-
-
-def _checksum(tensor: torch.Tensor) -> int:
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu()
-    return zlib.crc32(flat.numpy().tobytes())
+def _came_within(work: dist.Work, seconds: float) -> bool:
+    """Whether it ended, well or badly."""
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError:
+        return work.is_completed()
+    return True
 
 
 def broadcast(group: ProcessGroup, tensors: list[torch.Tensor]) -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from gradsync_fx.errors import StateError
 from gradsync_fx.executor import Executor
+from gradsync_fx.files import Place, read_data, write_data
+from gradsync_fx.integrity import MEETING, SUMS, UPDATE
 from gradsync_fx.presence import in_job
 from gradsync_fx.state import Saved, check_fits, foreign_state, pack, unpack
 
 
 def save(executor: Executor) -> dict[str, Any]:
-    """The open window of this rank; see `state.pack`."""
+    """The open window of this rank; see `state.pack`. Raises `WindowError` where it is void."""
+    executor.integrity.check("state_dict", allowed=MEETING)
     held = executor.accumulators
     executor.saved = executor.window
     saved = Saved(
@@ -27,6 +31,7 @@ def save(executor: Executor) -> dict[str, Any]:
 
 def load(executor: Executor, given: Any) -> None:
     """Takes what `save` gave. Raises `StateError` where it does not fit; nothing is changed then."""
+    executor.integrity.check("load_state_dict", allowed=SUMS | UPDATE)
     saved = unpack(given, list(executor.options.steps), *_place(executor))
     held = executor.accumulators
     steps = executor.catalogue.steps
@@ -36,6 +41,10 @@ def load(executor: Executor, given: Any) -> None:
             check_fits(name, held.sums[name], value)
         elif steps and name not in known:
             raise foreign_state(name, sorted(known))
+    for name in saved.in_window:
+        if name not in saved.sums:
+            raise foreign_state(name, sorted(saved.sums))
+    executor.integrity.writes(updates=True)
     held.replace(saved.sums, steps)
     for part, weight in enumerate(saved.weights):
         if part in held.weights:
@@ -44,6 +53,33 @@ def load(executor: Executor, given: Any) -> None:
     executor.buffers.restore(saved.buffers, saved.buffers_wait, saved.own_buffers)
     executor.window, executor.sync_gradients = saved.window, False
     executor.saved = saved.window
+    executor.integrity.over()
+
+
+def save_file(executor: Executor, path: Place, states: dict[str, Any]) -> None:
+    """The window and further states in one file; see `files.write_data`."""
+    before = executor.saved
+    try:
+        write_data(path, {"window": save(executor), "states": states})
+    except BaseException:
+        executor.saved = before
+        raise
+
+
+def load_file(executor: Executor, path: Place) -> dict[str, Any]:
+    """Takes the window from a file of `save_file`, and gives back the further states."""
+    found = read_data(path)
+    if not isinstance(found, dict) or set(found) != {"window", "states"}:
+        keys = sorted(map(str, found)) if isinstance(found, dict) else type(found).__name__
+        raise StateError(
+            f"file {str(path)!r}",
+            seen=f"it holds {keys}",
+            wanted="a file of step.save(path, ...)",
+            fix="load it with torch.load, and the window in it with step.load_state_dict",
+        )
+    load(executor, found["window"])
+    states: dict[str, Any] = found["states"]
+    return states
 
 
 def _place(executor: Executor) -> tuple[int, int]:

@@ -6,6 +6,8 @@ shape, and leaves out what that dict does not have.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,8 +60,8 @@ def pack(saved: Saved, steps: list[int], rank: int, world: int) -> dict[str, Any
 def unpack(given: Any, steps: list[int], rank: int, world: int) -> Saved:
     """Checks a state dict against this run.
 
-    Raises `StateError`: another format; sums that are not all there; a rank that is not in it; with an open window,
-    another k or world size.
+    Raises `StateError`: another format; keys that are foreign or missing; values that cannot be; sums that are not all
+    there; a rank that is not in it; with an open window, another k or world size.
     """
     if not isinstance(given, dict) or given.get("format") != FORMAT:
         found = given.get("format") if isinstance(given, dict) else type(given).__name__
@@ -67,9 +69,13 @@ def unpack(given: Any, steps: list[int], rank: int, world: int) -> Saved:
             "state",
             seen=f"format {found!r}",
             wanted=f"format {FORMAT} of step.state_dict()",
-            fix="load what step.state_dict() returned",
+            fix="load what step.state_dict() returned; a state of another format was saved by another version of "
+            "gradsync_fx: finish its window there, and save at a boundary",
         )
-    others = [r for r in given if r.startswith("rank")]
+    others = [r for r in given if isinstance(r, str) and re.fullmatch(r"rank\d+", r)]
+    check_entries("state", {k: v for k, v in given.items() if k not in others}, ENTRIES)
+    for name in others:
+        check_entries(f"state of {name}", given[name], RANKS_ENTRIES)
     pending = max([max(given[r]["pending"]) for r in others], default=0)
     for name, here in (("gradient_accumulation_steps", steps), ("world_size", world)):
         if pending and given[name] != here:
@@ -95,6 +101,10 @@ def unpack(given: Any, steps: list[int], rank: int, world: int) -> Saved:
             wanted="a state of the full shape to load into",
             fix="call step.prepare(...), once for each branch of the step, before state_dict() and loading",
         )
+    if len(mine["pending"]) != len(mine["summed"]) or len(mine["weights"]) != len(mine["pending"]):
+        raise _unlikely(
+            "state", "pending, summed and weights of different lengths", "one value for each part"
+        )
     parts = [Part(int(p), int(s)) for p, s in zip(mine["pending"], mine["summed"], strict=True)]
     if len(parts) != len(steps):
         parts = [Part()] * len(steps)
@@ -106,6 +116,74 @@ def unpack(given: Any, steps: list[int], rank: int, world: int) -> Saved:
         dict(mine["buffers"]) if f"rank{rank}" in given else {},
         dict(given["buffers"]),
         bool(given["buffers_wait"]),
+    )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(map(_is_count, value))
+
+
+def _are_tensors(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(t, torch.Tensor) for t in value.values())
+
+
+def _are_flags(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_count, value.values()))
+
+
+def _is_vector(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 1 and value.is_floating_point()
+
+
+# What a state of this format consists of, and what each value has to be.
+ENTRIES: dict[str, Callable[[Any], bool]] = {
+    "format": _is_count,
+    "gradient_accumulation_steps": _are_counts,
+    "world_size": _is_count,
+    "optimizer_step": _is_count,
+    "parameters": _is_count,
+    "buffers": _are_tensors,
+    "buffers_wait": _is_count,
+}
+RANKS_ENTRIES: dict[str, Callable[[Any], bool]] = {
+    "micro_step": _is_count,
+    "pending": _are_counts,
+    "summed": _are_counts,
+    "accumulators": _are_tensors,
+    "weights": _is_vector,
+    "in_window": _are_flags,
+    "buffers": _are_tensors,
+}
+
+
+def check_entries(what: str, given: Any, entries: dict[str, Callable[[Any], bool]]) -> None:
+    """Raises `StateError` for anything but exactly these keys, with values that can be theirs."""
+    wanted = f"the keys {', '.join(entries)}"
+    if not isinstance(given, dict):
+        raise _unlikely(what, f"a value of type {type(given).__name__}", wanted)
+    foreign = sorted(str(key) for key in given if key not in entries)
+    missing = [key for key in entries if key not in given]
+    if foreign or missing:
+        told = [
+            f"{', '.join(keys)} {how}"
+            for keys, how in ((foreign, "is foreign"), (missing, "is missing"))
+            if keys
+        ]
+        raise _unlikely(what, "; ".join(told), wanted)
+    for key, value in given.items():
+        if not entries[key](value):
+            raise _unlikely(
+                what, f"{key} is {str(value)[:60]}", "what step.state_dict() puts there"
+            )
+
+
+def _unlikely(what: str, seen: str, wanted: str) -> StateError:
+    return StateError(
+        what, seen=seen, wanted=wanted, fix="load what step.state_dict() returned, unchanged"
     )
 
 

@@ -9,6 +9,8 @@ of another dtype is a copy of the bucket.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from gradsync_fx.flat import joined
@@ -21,6 +23,12 @@ _LIBRARY.define("wait(Tensor(a!)[] sums) -> ()")
 
 # What is under way, by the place of the first sum.
 _travelling: dict[int, torch.Tensor] = {}
+
+
+def forget(sums: Iterable[torch.Tensor]) -> None:
+    """The program that reduced these was cut off: nobody will wait for what it started."""
+    for total in sums:
+        _travelling.pop(total.data_ptr(), None)
 
 
 def _start(sums: list[torch.Tensor], op: str, group: str, wire: torch.dtype) -> None:

@@ -40,7 +40,7 @@ def main(folder: Path) -> None:
     batches = [batch for window in regression(2, 3, seed=rank) for batch in window]
     saved = folder / f"saved{rank}.pt"
     if saved.exists():
-        state = torch.load(saved)
+        state = torch.load(saved, weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         step.load_state_dict(state["window"])

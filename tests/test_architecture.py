@@ -12,6 +12,10 @@ ROOT = Path(gradsync_fx.__file__).parent
 LAYERS = [
     ["errors"],
     [
+        "integrity",
+        "lost",
+        "files",
+        "dividing",
         "options",
         "_torch",
         "flat",
@@ -50,7 +54,7 @@ LAYERS = [
         "diagnosis.windows",
         "diagnosis.watch",
     ],
-    ["later", "eager.discovery"],
+    ["later", "replicas", "eager.discovery"],
     [
         "answers",
         "regions",

@@ -54,7 +54,7 @@ def test_a_communication_hook_is_refused_by_name(ranks: Ranks) -> None:
 def test_a_rank_that_comes_too_late(ranks: Ranks) -> None:
     """The one that waited raises after rank_timeout, the late one when it comes; neither makes the update."""
     waited, late = ranks(disagreement.comes_late)
-    check_both([waited, late], "RanksDisagreeError", "rank 0 is at micro-step 2/2 of update 2")
+    check_both([waited, late], "RankLostError", "rank 0 is at micro-step 2/2 of update 2")
     assert "1.5 s" in waited["text"]
     assert "rank 1 is at micro-step 2/2 of update 2" in late["text"]
     assert waited["seconds"] < 4

@@ -91,14 +91,14 @@ def test_torchrun_restarts_from_a_checkpoint(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     expected = groups.joined(0, 1, windows=2, k=3)
     for rank in (0, 1):
-        found = torch.load(tmp_path / f"end{rank}.pt")
+        found = torch.load(tmp_path / f"end{rank}.pt", weights_only=True)
         assert found["restarts"] == "1"
         check(found, expected)
     assert all(
         torch.equal(a, b)
         for a, b in zip(
-            torch.load(tmp_path / "end0.pt")["parameters"],
-            torch.load(tmp_path / "end1.pt")["parameters"],
+            torch.load(tmp_path / "end0.pt", weights_only=True)["parameters"],
+            torch.load(tmp_path / "end1.pt", weights_only=True)["parameters"],
             strict=True,
         )
     )

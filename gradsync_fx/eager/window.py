@@ -22,7 +22,10 @@ from gradsync_fx.window import WindowState
 
 
 class EagerWindow:
-    """Runs `function` in windows as the executor's counter has them. why: what kept it from being captured."""
+    """Runs `function` in windows as the executor's counter has them. why: what kept it from being captured.
+
+    A call that raises before anything was added leaves the window as it was; behind that it is void (integrity.py).
+    """
 
     def __init__(self, function: Callable[..., Any], executor: Executor, why: CaptureError) -> None:
         self._function, self._executor = function, executor
@@ -66,10 +69,10 @@ class EagerWindow:
         return step
 
     def run(self, args: Any, kwargs: Any) -> Any:
-        """One micro-step. A call that raises before its window ended leaves the window as it was."""
+        """One micro-step."""
         executor, step = self._executor, self._step_for(args, kwargs)
         if executor.catalogue.latest is not step or not step.deeds:
-            executor.drop_gradients(step.capture.parameters)
+            executor.accumulators.drop_gradients(step.capture.parameters)
         executor.accumulators.check_trainable(step, executor.next_place())
         executor.accumulators.make({}, step.capture.parameters, executor.options)
         executor.catalogue.latest = step
@@ -119,21 +122,16 @@ class _MicroStep:
     def run(self, function: Any, args: Any, kwargs: Any, names: dict[str, Any]) -> Any:
         """The user's function, and then what belongs behind it."""
         executor, step, call = self._executor, self._step, self._call
-        ended = False
-        try:
-            with watching(call, list(step.capture.optimizers), names):
-                result = function(*args, **kwargs)
-            call.end(manual=executor.options.manual)
-            ended = True
-        finally:
-            if not ended and call.updated:
-                self._void()
+        with watching(call, list(step.capture.optimizers), names):
+            result = function(*args, **kwargs)
+        call.end(manual=executor.options.manual)
         self._add([n for n in call.terms if n not in self._added])
         if call.stepped:
             step.deeds = call.deeds
             self._meet()
         if self._meeting is None or not self._closing:
             executor.window, executor.sync_gradients = self._after, False
+            executor.integrity.over()
             return result
         self._check_reached()
         late = [i for i in step.in_turn(self._closing) if i not in call.updated]
@@ -142,16 +140,6 @@ class _MicroStep:
         self._end_window()
         step.schedule([i for i, updated in call.updated.items() if updated])
         return result
-
-    def _void(self) -> None:
-        """The step raised when its window had been reduced: it cannot be as it was before the call."""
-        warnings.warn(
-            "the step raised behind the reduction of its window: the window is over, and only those optimizers have "
-            "updated that were reached",
-            GradSyncWarning,
-            stacklevel=2,
-        )
-        self._end_window()
 
     def _end_window(self) -> None:
         assert self._meeting is not None
@@ -190,6 +178,7 @@ class _MicroStep:
         held, known = executor.accumulators, step.capture.parameters
         weight = self._weight()
         held.make({name: known[name] for name in names}, known, executor.options)
+        executor.integrity.writes(updates=False)
         if weight is not None and not self._weighed:
             self._weighed = True
             for total in held.weights.values():

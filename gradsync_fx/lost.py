@@ -1,0 +1,55 @@
+"""The error for a rank that is gone, in place of what torch says when a connection breaks or a wait ends."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from types import TracebackType
+
+import torch.distributed as dist
+
+from gradsync_fx.errors import RankLostError
+
+
+# gloo raises plain RuntimeErrors; it names its own source file, or one of these.
+_GLOO = re.compile(r"gloo/|Connection (closed|reset|refused)|Broken pipe|[Tt]imed out waiting")
+
+
+def lost(seen: str, where: str) -> RankLostError:
+    """where: this rank, and its place in the window."""
+    return RankLostError(
+        "the other ranks",
+        seen=f"{seen}; {where}" if where else seen,
+        wanted="all ranks at the same collective within the timeout",
+        fix="see whether a rank was killed, raised, ended, or made fewer calls (step.flush() is for a rank whose data "
+        "ended); the process group cannot be used further: restart all ranks from the last saved state",
+    )
+
+
+def broken(failure: BaseException) -> str:
+    """What a broken connection, or a wait that ended, looks like from here."""
+    said = (str(failure).strip().splitlines() or [type(failure).__name__])[0].partition(". ")[0]
+    return f"the connection to one of them broke, or it did not answer in time ({said})"
+
+
+class NamedLosses:
+    """Blocks in which torch's errors of a broken connection become a `RankLostError`; theirs is the cause.
+
+    where: asked when it happens.
+    """
+
+    def __init__(self, where: Callable[[], str]) -> None:
+        self._where = where
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        failure: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(failure, dist.DistError) or (
+            isinstance(failure, RuntimeError) and _GLOO.search(str(failure))
+        ):
+            raise lost(broken(failure), self._where()) from failure
