@@ -18,7 +18,7 @@ WINDOWS := $(addprefix tests/test_,window.py weights.py gradients.py manual.py b
 JOBS := --numprocesses 2 --dist loadfile
 
 .DELETE_ON_ERROR:
-.PHONY: demo test format clean
+.PHONY: demo test test-torch format clean
 
 demo: $(VENV)/.examples
 	$(BIN)/torchrun --nproc-per-node 2 examples/train_text.py
@@ -30,6 +30,10 @@ test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(JOBS)
 	GRADSYNC_TESTS_EAGERLY=1 $(BIN)/python -m pytest $(JOBS) $(WINDOWS)
 
+# The core of the tests with another torch, in an environment of its own: make test-torch TORCH=2.15.0
+test-torch:
+	$(PYTHON) tests/versions.py '$(TORCH)' $(JOBS)
+
 # Formats the code, and writes the layout table of README.md anew from the modules' docstrings.
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
@@ -37,7 +41,7 @@ format: $(VENV)/.dev
 	$(BIN)/python tests/test_docs.py
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-torch-* build dist .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Stamp files: an environment is filled once, and again only when what it is made from changes.

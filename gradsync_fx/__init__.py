@@ -23,9 +23,10 @@ from gradsync_fx.errors import (
     WindowError,
 )
 from gradsync_fx.explain import calibrate, explain
+from gradsync_fx.version import VERSION
 
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "CaptureError",

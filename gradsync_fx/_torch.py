@@ -1,14 +1,25 @@
 """The one place that names private or version-dependent parts of torch.
 
-Seen in torch 2.11.0, 2.13.0 and 2.15.0. A name that is gone raises `VersionError` on import of the package, with
-torch's version and the range that was tested.
+Tried with the versions of torch that the README's table lists (`make test-torch`). A name that is gone raises
+`VersionError` on import of the package, with torch's version, ours, and the range that was tested.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from inspect import signature
+from typing import Any
+from unittest import mock
+
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from gradsync_fx.errors import VersionError
+from gradsync_fx.version import VERSION
 
 
 OLDEST, NEWEST = (2, 11), (2, 15)
@@ -30,10 +41,19 @@ def check_version(version: tuple[int, int] | None = None) -> None:
     if not OLDEST <= found <= NEWEST:
         raise VersionError(
             "torch",
-            seen=f"version {found[0]}.{found[1]} is installed",
+            seen=f"version {found[0]}.{found[1]} is installed beside gradsync_fx {VERSION}",
             wanted=f"a tested version ({_range_text()})",
             fix="install a tested torch, or a release of gradsync_fx that knows this one",
         )
+
+
+def _missing(what: str) -> VersionError:
+    return VersionError(
+        f"torch {torch.__version__}",
+        seen=f"a private name that gradsync_fx {VERSION} needs is missing ({what})",
+        wanted=f"a tested version ({_range_text()})",
+        fix="install a tested torch, or a release of gradsync_fx that knows this one",
+    )
 
 
 check_version()
@@ -81,6 +101,7 @@ try:
     from torch._inductor.runtime.cache_dir_utils import cache_dir as inductor_cache_dir
     from torch._inductor.virtualized import V as inductor_globals
     from torch._logging._internal import trace_structured
+    from torch._ops import OpOverload
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.distributed.distributed_c10d import _get_default_store as default_store
     from torch.fx._lazy_graph_module import _make_graph_module as make_graph_module
@@ -96,12 +117,7 @@ try:
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils._pytree import tree_leaves, tree_map_only
 except ImportError as missing:
-    raise VersionError(
-        f"torch {torch.__version__}",
-        seen=f"a private name is missing ({missing})",
-        wanted=f"a tested version ({_range_text()})",
-        fix="install a tested torch, or a release of gradsync_fx that knows this one",
-    ) from missing
+    raise _missing(str(missing)) from missing
 
 FAKE_TENSOR_LOG = "torch._subclasses.fake_tensor"
 
@@ -114,7 +130,127 @@ all_gather_single = (
     or torch.distributed.all_gather_into_tensor
 )
 
+# How Dynamo's variables read an attribute: renamed in 2.14.
+READ_ATTRIBUTE = (
+    "tp_getattro_impl" if hasattr(VariableTracker, "tp_getattro_impl") else "var_getattr"
+)
+
+# What is replaced or called while a step is traced, or runs eagerly.
+NEEDED: tuple[tuple[Any, str], ...] = (
+    (UserDefinedObjectVariable, READ_ATTRIBUTE),
+    (TensorVariable, "method_backward"),
+    (TensorVariable, "_collect_backward_inputs"),
+    (InstructionTranslatorBase, "call_function"),
+    (InstructionTranslatorBase, "_load_attr"),
+    (dynamo_builder, "is_int_specialization_case"),
+    (aot_graphs, "_apply_tensorify_python_scalars"),
+    (DebuggingVariable, "call_function"),
+    (LoggingLoggerVariable, "call_method"),
+    (nn.utils.clip_grad, "_get_total_norm"),
+    (nn.utils.clip_grad, "_clip_grads_with_norm_"),
+)
+
+
+def check_names(needed: Iterable[tuple[Any, str]] = NEEDED) -> None:
+    """Raises `VersionError` when a class or module of torch lacks a name."""
+    for owner, name in needed:
+        if not hasattr(owner, name):
+            raise _missing(f"{owner.__name__}.{name}")
+
+
+check_names()
+
+load_attribute = InstructionTranslatorBase._load_attr
+tensorify_numbers = aot_graphs._apply_tensorify_python_scalars
+total_norm = nn.utils.clip_grad._get_total_norm
+
+
+def read_attribute(variable: Any, tx: Any, name: str) -> Any:
+    """An attribute of one of Dynamo's variables, as another one."""
+    return getattr(variable, READ_ATTRIBUTE)(tx, name)
+
+
+def leaves_among(loss: Any, variables: Iterable[Any]) -> list[Any]:
+    """Those of Dynamo's variables that are leaves with a gradient, each once."""
+    return loss._collect_backward_inputs(variables) or []
+
+
+def formatted(tx: Any, text: str, positional: list[Any], named: dict[str, Any]) -> Any:
+    """`text.format(*positional, **named)`, for Dynamo's code to do."""
+    create: Any = StringFormatVariable.create
+    tracer = (tx,) if "tx" in signature(create).parameters else ()  # since 2.15
+    return create(*tracer, text, positional, named)
+
+
+def in_place_of_backward(function: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """Has Dynamo call `function` at `loss.backward()`."""
+    # Since 2.14 the methods of tensors stand in a table, which was made from the class.
+    table = getattr(TensorVariable, "tp_methods", {})
+    if "backward" not in table:
+        return mock.patch.object(TensorVariable, "method_backward", function)
+    return mock.patch.dict(table, {"backward": replace(table["backward"], handler=function)})
+
+
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Whether something would run when this tensor's gradient is there."""
+    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def step_hooks(optimizer: Optimizer) -> tuple[list[Any], list[Any]]:
+    """An optimizer's own hooks ahead of its step, and behind it."""
+    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    return list(before.values()), list(after.values())
+
+
+def communication_hooks(ddp: DistributedDataParallel) -> list[Any]:
+    """What takes the place of a DDP module's all-reduces."""
+    return [hook for hook, _ in getattr(ddp, "_comm_hooks", [])]
+
+
+def started_collectives(group: torch.distributed.ProcessGroup) -> int | None:
+    """How many collectives a group has started so far; None where it does not count."""
+    try:
+        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def saved_factor(node: Any) -> Any:
+    """The other operand that a node of autograd's graph multiplies or divides by; None where it saved none."""
+    try:
+        return node._saved_other
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def summed_sizes(node: Any) -> tuple[int, ...]:
+    """The shape of what a node of autograd's graph sums up; () where it does not say."""
+    return tuple(int(size) for size in getattr(node, "_saved_self_sym_sizes", ()))
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `module.compile()` was called."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
 __all__ = [
+    "READ_ATTRIBUTE",
+    "OpOverload",
+    "check_names",
+    "communication_hooks",
+    "formatted",
+    "has_hooks",
+    "in_place_of_backward",
+    "is_compiled",
+    "leaves_among",
+    "load_attribute",
+    "read_attribute",
+    "saved_factor",
+    "started_collectives",
+    "step_hooks",
+    "summed_sizes",
+    "tensorify_numbers",
+    "total_norm",
     "aot_graphs",
     "dynamo_builder",
     "compile_fx",

@@ -7,12 +7,12 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
+from gradsync_fx._torch import has_hooks
 from gradsync_fx.capture import hook_error
 from gradsync_fx.captured import CapturedStep
 from gradsync_fx.eager.step import EagerStep
 from gradsync_fx.errors import GradSyncWarning, WindowError
 from gradsync_fx.flat import allocate
-from gradsync_fx.observed import has_hooks
 from gradsync_fx.options import Options
 from gradsync_fx.planning import accumulator_dtype, part_of
 from gradsync_fx.state import check_fits, foreign_state

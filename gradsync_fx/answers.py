@@ -28,6 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from gradsync_fx import ops, scaling
 from gradsync_fx._torch import (
+    READ_ATTRIBUTE,
     GuardBuilder,
     NullContextVariable,
     TensorVariable,
@@ -35,7 +36,10 @@ from gradsync_fx._torch import (
     UserDefinedObjectVariable,
     VariableTracker,
     dynamo_builder,
+    has_hooks,
     install_guard,
+    leaves_among,
+    read_attribute,
 )
 from gradsync_fx.controls import TRACED
 from gradsync_fx.later import check_appended
@@ -43,7 +47,6 @@ from gradsync_fx.observed import (
     HostCall,
     NoSync,
     const,
-    has_hooks,
     is_none,
     line_of,
     no_grad,
@@ -93,7 +96,7 @@ def backward(
     create_graph: Any = None,
     inputs: Any = None,
 ) -> Any:
-    """`TensorVariable.method_backward` while a step is traced."""
+    """`loss.backward()` while a step is traced."""
     if inputs is not None and not is_none(inputs):
         wanted = (
             inputs.unpack_var_sequence(tx) if not isinstance(inputs, TensorVariable) else [inputs]
@@ -104,7 +107,7 @@ def backward(
     seen.answered += 1
     for entered in seen.no_syncs:
         entered.late = entered.late or entered.before == seen.forwards
-    leaves = self._collect_backward_inputs(wanted)
+    leaves = leaves_among(self, wanted)
     if not leaves:
         return const(None)
     real_of = {var: real for real, var in real_tensors(tx)}
@@ -269,7 +272,7 @@ def _scaler(name: str) -> Callable[..., Any]:
         if name == "scale":
             return args[0]
         if name == "step":
-            return args[0].var_getattr(tx, "step").call_function(tx, args[1:], kwargs)
+            return read_attribute(args[0], tx, "step").call_function(tx, args[1:], kwargs)
         return const(None)
 
     return answer
@@ -328,11 +331,11 @@ _ANSWERS: Answers = [
     (type(TRACED), ("end",), _end),
     *((GradScaler, (name,), _scaler(name)) for name in ("scale", "unscale_", "step", "update")),
 ]
-_plain_getattr = UserDefinedObjectVariable.var_getattr
+_plain_attribute: Any = getattr(UserDefinedObjectVariable, READ_ATTRIBUTE)
 
 
-def var_getattr(self: Any, tx: Any, name: str) -> Any:
-    """`UserDefinedObjectVariable.var_getattr` while a step is traced."""
+def attribute(self: Any, tx: Any, name: str) -> Any:
+    """How an object of the step gives an attribute while the step is traced."""
     value = self.value
     if isinstance(value, nn.Module):
         observed().saw_module(self.source.name if self.source is not None else "", value, self)
@@ -341,4 +344,4 @@ def var_getattr(self: Any, tx: Any, name: str) -> Any:
     for owner, attributes, answer in chain(observed().answers, _ANSWERS):
         if name in attributes and isinstance(value, owner):
             return answer.of(tx, self) if isinstance(answer, Value) else Call(self, answer)
-    return _plain_getattr(self, tx, name)
+    return _plain_attribute(self, tx, name)

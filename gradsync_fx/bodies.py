@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from gradsync_fx._torch import OpOverload
 from gradsync_fx.flow import upstream
 from gradsync_fx.ops import ITEM
 from gradsync_fx.program import form_of
@@ -134,7 +135,7 @@ def split(update: Call, states: Sequence[Place]) -> list[Call] | None:
 def _is_pointwise(node: Node, parameter: Node) -> bool:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
-        return node.target is ITEM or not isinstance(node.target, torch._ops.OpOverload)
+        return node.target is ITEM or not isinstance(node.target, OpOverload)
     if value.device != parameter.meta["val"].device and value.dim() > 0:
         return False
     if value.dim() > 0 and value.shape != parameter.meta["val"].shape:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from gradsync_fx._torch import OpOverload, tree_leaves
 from gradsync_fx.bodies import Place
 from gradsync_fx.ops import ITEM
 
@@ -31,7 +32,7 @@ def split_host(
         ):
             host_nodes.add(node)
     (out,) = traced.find_nodes(op="output")
-    flat_out = list(torch.utils._pytree.arg_tree_leaves(*out.args))
+    flat_out = tree_leaves(out.args)
     ports: dict[Node, None] = {}
     for node in traced.nodes:
         if node.op == "call_function" and node not in host_nodes:
@@ -102,6 +103,4 @@ def split_host(
 
 
 def _tensor_valued(node: Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor) or isinstance(
-        node.target, torch._ops.OpOverload
-    )
+    return isinstance(node.meta.get("val"), torch.Tensor) or isinstance(node.target, OpOverload)

@@ -11,15 +11,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradsync_fx import answers, later
 from gradsync_fx._torch import (
+    READ_ATTRIBUTE,
     DebuggingVariable,
     InstructionTranslatorBase,
     LoggingLoggerVariable,
     OptimizerVariable,
-    TensorVariable,
     UserDefinedObjectVariable,
     aot_graphs,
     dynamo_builder,
     dynamo_config,
+    in_place_of_backward,
 )
 from gradsync_fx.observed import Observed, observing
 
@@ -42,10 +43,10 @@ def intercepting(fresh: Observed) -> Iterator[Observed]:
                 allow_unspec_int_on_nn_module=True,
             )
         )
+        stack.enter_context(in_place_of_backward(answers.backward))
         for owner, name, new in (
-            (UserDefinedObjectVariable, "var_getattr", answers.var_getattr),
-            (OptimizerVariable, "var_getattr", answers.var_getattr),
-            (TensorVariable, "method_backward", answers.backward),
+            (UserDefinedObjectVariable, READ_ATTRIBUTE, answers.attribute),
+            (OptimizerVariable, READ_ATTRIBUTE, answers.attribute),
             (DistributedDataParallel, "forward", answers.ddp_forward),
             (InstructionTranslatorBase, "call_function", later.call_function),
             (InstructionTranslatorBase, "_load_attr", later.load_attribute),

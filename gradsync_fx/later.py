@@ -29,8 +29,10 @@ from gradsync_fx._torch import (
     TupleVariable,
     Unsupported,
     VariableTracker,
-    aot_graphs,
+    formatted,
+    tensorify_numbers,
 )
+from gradsync_fx._torch import load_attribute as plain_load_attribute
 from gradsync_fx.observed import Observed, const, line_of, observed, readable, refuse
 
 
@@ -70,7 +72,7 @@ def _detached(tx: Any, value: Any) -> Any:
     if isinstance(value, StringFormatVariable):
         positional = [_detached(tx, v) for v in value.sym_args]
         named = {key: _detached(tx, v) for key, v in value.sym_kwargs.items()}
-        return StringFormatVariable.create(value.format_string, positional, named)
+        return formatted(tx, value.format_string, positional, named)
     return value
 
 
@@ -111,7 +113,7 @@ def load_attribute(self: Any, name: str) -> None:
         self.pop()
         self.push(_Method(owner, name))
         return
-    _plain_load_attribute(self, name)
+    plain_load_attribute(self, name)
 
 
 def _lists_read(seen: Observed) -> frozenset[int]:
@@ -154,7 +156,6 @@ def call_function(self: Any, fn: Any, args: list[Any], kwargs: dict[str, Any]) -
 
 
 _plain_call = InstructionTranslatorBase.call_function
-_plain_load_attribute = InstructionTranslatorBase._load_attr
 
 
 def keep_numbers(module: GraphModule) -> None:
@@ -170,16 +171,13 @@ def keep_numbers(module: GraphModule) -> None:
         if isinstance(node.meta.get("val"), torch.Tensor) and not _handed_out(node)
     )
     if any(isinstance(value, torch.SymFloat) for value in met):
-        _plain_tensorify(module)
+        tensorify_numbers(module)
 
 
 def _handed_out(node: Node) -> bool:
     """A number that the program returns, in the tensor that Dynamo has it returned in."""
     only_output = all(user.op == "output" for user in node.users)
     return node.target is torch.ops.aten.scalar_tensor.default and only_output
-
-
-_plain_tensorify = aot_graphs._apply_tensorify_python_scalars
 
 
 def _unused(tx: Any) -> bool:

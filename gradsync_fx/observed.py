@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradsync_fx._torch import ConstantVariable, GradModeVariable
+from gradsync_fx._torch import ConstantVariable, GradModeVariable, read_attribute
 from gradsync_fx.errors import CaptureError
 from gradsync_fx.ops import OURS
 
@@ -176,11 +176,6 @@ def refuse(
     raise CaptureError(where, seen=seen)
 
 
-def has_hooks(tensor: torch.Tensor) -> bool:
-    """Whether something would run when this tensor's gradient is there."""
-    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
-
-
 def const(value: object) -> Any:
     return ConstantVariable.create(value)
 
@@ -221,11 +216,11 @@ def reach(tx: Any, parameter: torch.Tensor) -> Any:
         var = seen.variables[id(root)]
         inner: nn.Module = root
         if isinstance(root, DistributedDataParallel):
-            inner, var = root.module, var.var_getattr(tx, "module")
+            inner, var = root.module, read_attribute(var, tx, "module")
         for name, found in inner.named_parameters():
             if found is parameter:
                 for part in name.split("."):
-                    var = var.var_getattr(tx, part)
+                    var = read_attribute(var, tx, part)
                 return var.realize()
     refuse(
         tx,

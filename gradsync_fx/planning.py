@@ -14,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.fx import Node
 from torch.nn.parallel import DistributedDataParallel
 
+from gradsync_fx._torch import communication_hooks
 from gradsync_fx.capture import Capture
 from gradsync_fx.errors import CaptureError, OptionError
 from gradsync_fx.ops import LEAF_GRAD, argument, user_line
@@ -99,7 +100,7 @@ def shared_options(setting: Setting, options: Options) -> dict[str, object]:
 
 def _wire(ddp: DistributedDataParallel) -> torch.dtype | None:
     """The dtype of DDP's stock compression hook, if it has one; any other hook is refused."""
-    for hook, _ in getattr(ddp, "_comm_hooks", []):
+    for hook in communication_hooks(ddp):
         if hook is default_hooks.bf16_compress_hook:
             return torch.bfloat16
         if hook is default_hooks.fp16_compress_hook:

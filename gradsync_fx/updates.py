@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from gradsync_fx._torch import step_hooks
 from gradsync_fx.errors import UpdateError
 from gradsync_fx.optimizer_state import State, initial_state, parameters_of
 from gradsync_fx.optimizer_trace import Update, trace_update
@@ -18,7 +19,7 @@ from gradsync_fx.optimizer_trace import Update, trace_update
 
 def check_pre_hooks(optimizer: Optimizer) -> None:
     """Raises `UpdateError` for hooks that would have to run ahead of the update, in the middle of a program."""
-    if optimizer._optimizer_step_pre_hooks:
+    if step_hooks(optimizer)[0]:
         raise UpdateError(
             f"{type(optimizer).__name__}",
             seen="it has hooks that run before its step",
@@ -89,7 +90,7 @@ class Binding:
                 self.optimizer.state[flat[i]] = state[i]
         self._early.clear()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # read by lr_scheduler
-        for hook in self.optimizer._optimizer_step_post_hooks.values():
+        for hook in step_hooks(self.optimizer)[1]:
             hook(self.optimizer, (), {})
 
     def _put(self, place: tuple[str, int, Any], value: Any, state: dict[int, State]) -> None:

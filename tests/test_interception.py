@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 import gradsync_fx
 from gradsync_fx._torch import (
+    READ_ATTRIBUTE,
     InstructionTranslatorBase,
     LoggingLoggerVariable,
     OptimizerVariable,
@@ -25,12 +26,18 @@ from tests.drive import plain_step, quick
 from tests.models import mlp
 
 
+def answer_at_backward() -> Any:
+    """Since torch 2.14 in a table of methods."""
+    listed = getattr(TensorVariable, "tp_methods", {}).get("backward")
+    return TensorVariable.method_backward if listed is None else listed.handler
+
+
 def torchs_own() -> dict[str, Any]:
     """Everything that tracing changes."""
     return {
-        "user": UserDefinedObjectVariable.var_getattr,
-        "optimizer": OptimizerVariable.var_getattr,
-        "backward": TensorVariable.method_backward,
+        "user": getattr(UserDefinedObjectVariable, READ_ATTRIBUTE),
+        "optimizer": getattr(OptimizerVariable, READ_ATTRIBUTE),
+        "backward": answer_at_backward(),
         "ddp": DistributedDataParallel.forward,
         "autograd": dynamo_config.trace_autograd_ops,
         "optimize_ddp": dynamo_config.optimize_ddp,

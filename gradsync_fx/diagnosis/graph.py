@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradsync_fx._torch import saved_factor, summed_sizes
+
 
 # Nodes between a loss and the per-sample losses that a division may stand in front of.
 _THROUGH = (
@@ -71,10 +73,7 @@ def _below(node: Any, depth: int) -> tuple[Division, ...]:
 
 
 def _number(node: Any) -> float | None:
-    try:
-        other = node._saved_other
-    except (AttributeError, RuntimeError):
-        return None
+    other = saved_factor(node)
     if not isinstance(other, Tensor) or other.numel() != 1 or other.requires_grad:
         return None
     value = float(other)
@@ -84,7 +83,7 @@ def _number(node: Any) -> float | None:
 def _is_mean(node: Any, number: float) -> bool:
     if not node.name().startswith("SumBackward"):
         return False
-    sizes = [int(s) for s in getattr(node, "_saved_self_sym_sizes", ())]
+    sizes = summed_sizes(node)
     return number in (math.prod(sizes), *sizes)
 
 

@@ -25,6 +25,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from gradsync_fx._torch import is_compiled, started_collectives
 from gradsync_fx.diagnosis import events, graph
 from gradsync_fx.diagnosis.events import Event, user_line
 
@@ -60,12 +61,9 @@ class Watch:
 
     def _sequence(self) -> int | None:
         """Collectives that the groups have started so far; None where one does not count."""
-        if not self.groups:
-            return None
-        try:
-            return sum(int(g._get_sequence_number_for_group()) for g in self.groups)
-        except (AttributeError, RuntimeError):
-            return None
+        counts = [started_collectives(g) for g in self.groups]
+        known = [count for count in counts if count is not None]
+        return sum(known) if known and len(known) == len(counts) else None
 
     def _held(self) -> frozenset[int]:
         """Parameters whose gradient is not zero now; renews the norm of all of them."""
@@ -186,7 +184,7 @@ class Watch:
 
     def hook(self, ddp: DistributedDataParallel) -> None:
         """Looks out for calls of the module inside; not where it is compiled, which a hook would do anew."""
-        if getattr(ddp.module, "_compiled_call_impl", None) is None:
+        if not is_compiled(ddp.module):
             handle = ddp.module.register_forward_pre_hook(self.inner_forward)
             self.hooks.callback(handle.remove)
 

@@ -28,6 +28,7 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from gradsync_fx._torch import total_norm
 from gradsync_fx.controls import TRACED
 from gradsync_fx.optimizer_state import parameters_of
 
@@ -99,7 +100,7 @@ def watching(
             answers.schedule(owner, args, kwargs)
 
         plain_clip_value = clip_grad.clip_grad_value_
-        plain_norm = clip_grad._get_total_norm
+        plain_norm = total_norm
         patch(torch.autograd, "backward", backward)
         patch(clip_grad, "_get_total_norm", norm)
         patch(clip_grad, "_clip_grads_with_norm_", clip_norm)

@@ -24,7 +24,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType
 from accelerate.utils.modeling import get_mixed_precision_context_manager
 
-from gradsync_fx._torch import NullContextVariable
+from gradsync_fx._torch import NullContextVariable, read_attribute
 from gradsync_fx.answers import (
     Answers,
     Value,
@@ -125,7 +125,7 @@ def _inner(answer: Callable[..., Any]) -> Callable[..., Any]:
 
     def of_inner(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         guard_identity(owner)
-        return answer(tx, owner.var_getattr(tx, "optimizer").realize(), args, kwargs)
+        return answer(tx, read_attribute(owner, tx, "optimizer").realize(), args, kwargs)
 
     return of_inner
 

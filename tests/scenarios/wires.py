@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.distributed import group
 
+from gradsync_fx._torch import started_collectives
 from gradsync_fx.flat import allocate
 from gradsync_fx.wire import START_SUMS, WAIT_SUMS
 
@@ -29,3 +30,11 @@ def reduced(rank: int, place: str, wire: torch.dtype) -> list[torch.Tensor]:
     WAIT_SUMS(others)
     assert all(not total.any() for total in others)
     return sums
+
+
+def counted(rank: int) -> tuple[int | None, int | None]:
+    """The number of collectives that the group has started, before two all-reduces and after them."""
+    before = started_collectives(group.WORLD)
+    for _ in range(2):
+        torch.distributed.all_reduce(torch.ones(1))
+    return before, started_collectives(group.WORLD)
