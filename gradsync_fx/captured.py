@@ -61,7 +61,7 @@ class CapturedStep:
         self.measured: dict[str, tuple[int, float]] = {}
         self._built: dict[tuple[Any, ...], Program] = {}
         self._compiled: dict[tuple[Any, ...], Compiled] = {}
-        self.host_values: list[torch.Tensor] = []
+        self.host_values: dict[int, torch.Tensor] = {}
         self._tail_data: dict[int, Any] = {}
         leaf_parts, update_parts = find_parts(capture, self.regions, options)
         self.bindings = self._bind(update_parts)
@@ -218,12 +218,16 @@ class CapturedStep:
         program, compiled = self.compile(closing)
         self.remember(args)
         results = self._run(program, compiled, args, divisors)
-        if program.host_values:
-            end = len(results) - program.host_values
-            self.host_values = results[end:]
-            del results[end:]
+        self._take_host_values(program, results, range(program.host_values))
         self._call_host(closing)
         return results
+
+    def _take_host_values(
+        self, program: Program, results: list[Any], indices: Collection[int]
+    ) -> None:
+        end = len(results) - program.host_values
+        self.host_values |= dict(zip(indices, results[end:], strict=True))
+        del results[end:]
 
     def remember(self, args: list[Any]) -> None:
         """The user's own tensors that a tail reads and writes."""
@@ -240,6 +244,7 @@ class CapturedStep:
             for i, slot in enumerate(self.capture.step.slots)
         ]
         results = self._run(program, compiled, args, divisors)
+        self._take_host_values(program, results, self.regions.boundary_host)
         self._call_host(closing)
         return results
 
@@ -290,7 +295,8 @@ class CapturedStep:
             parts = {b.part for b in self.bindings.values() if b.optimizer is call.optimizer}
             if not closing & (parts or set(self.plan.parts)):
                 continue
-            if any(kind != "constant" for kind, _ in call.arguments) and not self.host_values:
+            wanted = {value for kind, value in call.arguments if kind != "constant"}
+            if not wanted <= self.host_values.keys():
                 warnings.warn(
                     f"{type(call.owner).__name__} was not stepped: no micro-step of this rank gave its metric",
                     GradSyncWarning,
