@@ -45,6 +45,7 @@ try:
     from torch._dynamo.backends.registry import _BACKENDS as dynamo_backends
     from torch._dynamo.backends.registry import _COMPILER_FNS as dynamo_compilers
     from torch._dynamo.backends.registry import lookup_backend
+    from torch._dynamo.convert_frame import compile_lock
     from torch._dynamo.exc import TorchDynamoException, Unsupported
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import ConstantSource
@@ -153,6 +154,7 @@ __all__ = [
     "aot_module_simplified",
     "check_version",
     "compile_fx_inner",
+    "compile_lock",
     "compute_unbacked_bindings",
     "default_store",
     "detect_fake_mode",

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
+from gradsync_fx._torch import compile_lock
 from gradsync_fx.capture import Capture
 from gradsync_fx.errors import CaptureError, GradSyncWarning, UpdateError
 from gradsync_fx.journal import Journal
@@ -167,11 +168,11 @@ class CapturedStep:
         """The program and its compiled form, made on first need (or when the optimizer's structure changed)."""
         key = self._select(closing, tail, by_name)
         if key not in self._compiled:
-            start = time.perf_counter()
-            with compiling(self.options.rank_timeout):
+            with compile_lock, compiling(self.options.rank_timeout):
+                start = time.perf_counter()
                 program = self._build(key)
                 lowered = lower(program, self.capture.fake_mode, self.options)
-            seconds = time.perf_counter() - start
+                seconds = time.perf_counter() - start
             self.compile_seconds[program.name] = seconds
             log.info("compiled the %s program in %.2f s", program.name, seconds)
             self._compiled[key] = lowered

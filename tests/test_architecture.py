@@ -18,6 +18,7 @@ LAYERS = [
         "callers",
         "integrations",
         "integrations.lightning",
+        "threads",
         "diagnosis",
         "diagnosis.graph",
         "diagnosis.findings",
@@ -38,7 +39,6 @@ LAYERS = [
         "program",
         "flow",
         "wire",
-        "canonicalize",
         "observed",
         "journal",
         "refusals",
@@ -50,7 +50,7 @@ LAYERS = [
         "diagnosis.windows",
         "diagnosis.watch",
     ],
-    ["later", "eager.discovery"],
+    ["later", "canonicalize", "eager.discovery"],
     [
         "answers",
         "regions",
@@ -60,7 +60,7 @@ LAYERS = [
         "diagnosis.rules_of_gradients",
     ],
     ["integrations.accelerate"],
-    ["alike", "host_split"],
+    ["alike", "host_split", "as_compiled"],
     ["optimizer_trace"],
     [
         "interception",

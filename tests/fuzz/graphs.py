@@ -217,6 +217,7 @@ class Maker:
     def note(self, value: Node, role: ops.Role, index: int = 0) -> None:
         if self.chain is None:
             self.chain = self.emit(_aten.full.default, [0], 0.0)
+        value = self.emit(_aten.detach.default, value)
         self.chain = self.emit(ops.NOTE, self.chain, value, int(role), index)
         self.noted.setdefault(role, []).append(value)
 

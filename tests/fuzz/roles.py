@@ -111,7 +111,11 @@ class Roles:
     def part(self, stop: Node) -> int:
         if not self.apart:
             return 0
-        return self.made.updates[stop] if stop in self.made.updates else self.part_of_leaf(self.leaf[stop])
+        return (
+            self.made.updates[stop]
+            if stop in self.made.updates
+            else self.part_of_leaf(self.leaf[stop])
+        )
 
     def waits(self, node: Node, closing: frozenset[int]) -> bool:
         """Whether what depends on these stops cannot be had in a program that closes these parts."""

@@ -39,7 +39,9 @@ class Whole:
         held = [*capture.parameters.values(), *capture.buffers.values()]
         self.tensors = [t.detach().clone() for t in held]
         self.count = len(self.tensors)
-        self.parameters = [torch.nn.Parameter(t.detach().clone()) for t in capture.parameters.values()]
+        self.parameters = [
+            torch.nn.Parameter(t.detach().clone()) for t in capture.parameters.values()
+        ]
         self.optimizers = []
         for name, optimizer in zip(made.rules, capture.optimizers, strict=True):
             mine = [
