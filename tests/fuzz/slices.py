@@ -40,6 +40,7 @@ class Alone(Interpreter):
         return alone(target, args, kwargs, self._world)
 
 
+@torch.no_grad()  # outputs may be views of parameters
 def play(sketch: Sketch) -> None:
     """Raises `AssertionError` where a program breaks the specification."""
     made = Maker(sketch).made()
