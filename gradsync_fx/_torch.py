@@ -96,6 +96,8 @@ try:
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils._pytree import tree_leaves, tree_map_only
+    from torch.utils._sympy.interp import sympy_interp
+    from torch.utils._sympy.reference import PythonReferenceAnalysis as PlainArithmetic
 except ImportError as missing:
     raise VersionError(
         f"torch {torch.__version__}",
@@ -143,6 +145,7 @@ __all__ = [
     "NOT_FOR_OUR_PROGRAMS",
     "NullContextVariable",
     "OptimizerVariable",
+    "PlainArithmetic",
     "ShapeEnv",
     "StatelessSymbolicContext",
     "TensorVariable",
@@ -175,6 +178,7 @@ __all__ = [
     "make_graph_module",
     "select_decomp_table",
     "stable_topological_sort",
+    "sympy_interp",
     "trace_structured",
     "tracing",
     "tree_leaves",

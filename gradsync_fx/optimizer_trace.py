@@ -27,8 +27,10 @@ from gradsync_fx._torch import (
     ConstantSource,
     DimDynamic,
     FakeTensorMode,
+    PlainArithmetic,
     ShapeEnv,
     make_fx,
+    sympy_interp,
 )
 from gradsync_fx.alike import Members, find_alike, for_all_calls, for_all_places, treated_alike
 from gradsync_fx.as_compiled import as_when_compiled
@@ -100,7 +102,8 @@ class Update:
         if not self.conditions:
             return True
         values = dict(zip(self.symbols, numbers, strict=True))
-        return all(bool(c.xreplace(values)) for c in self.conditions)
+        # In Python's own arithmetic: sympy's keeps what it has computed, and takes far longer.
+        return all(bool(sympy_interp(PlainArithmetic, values, c)) for c in self.conditions)
 
 
 def _same(a: Any, b: Any) -> bool:

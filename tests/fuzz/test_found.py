@@ -57,7 +57,7 @@ GRAPHS = {
     ),
     # An input is written with the value of another that is written as well: it got that one's new value.
     "shifted inputs": Sketch(
-        data=(1, 1, 1), writes=((0, 2), (1, 3)), script=(("call", 0), ("call", 1))
+        data=(1, 1, 1), writes=((1, 1), (0, 3)), script=(("call", 0), ("call", 1))
     ),
     # The weight of gradients that the step joins and reduces itself travels alone: the proof did not allow for it.
     "weight alone": Sketch(
