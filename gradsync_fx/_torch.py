@@ -65,6 +65,7 @@ try:
     from torch._dynamo.backends.registry import _BACKENDS as dynamo_backends
     from torch._dynamo.backends.registry import _COMPILER_FNS as dynamo_compilers
     from torch._dynamo.backends.registry import lookup_backend
+    from torch._dynamo.convert_frame import compile_lock
     from torch._dynamo.exc import TorchDynamoException, Unsupported
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import ConstantSource
@@ -116,6 +117,8 @@ try:
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils._pytree import tree_leaves, tree_map_only
+    from torch.utils._sympy.interp import sympy_interp
+    from torch.utils._sympy.reference import PythonReferenceAnalysis as PlainArithmetic
 except ImportError as missing:
     raise _missing(str(missing)) from missing
 
@@ -278,6 +281,7 @@ __all__ = [
     "NOT_FOR_OUR_PROGRAMS",
     "NullContextVariable",
     "OptimizerVariable",
+    "PlainArithmetic",
     "ShapeEnv",
     "StatelessSymbolicContext",
     "TensorVariable",
@@ -289,6 +293,7 @@ __all__ = [
     "aot_module_simplified",
     "check_version",
     "compile_fx_inner",
+    "compile_lock",
     "compute_unbacked_bindings",
     "default_store",
     "detect_fake_mode",
@@ -309,6 +314,7 @@ __all__ = [
     "make_graph_module",
     "select_decomp_table",
     "stable_topological_sort",
+    "sympy_interp",
     "trace_structured",
     "tracing",
     "tree_leaves",

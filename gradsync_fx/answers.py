@@ -301,8 +301,13 @@ def _end(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def ddp_forward(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
-    """`DistributedDataParallel.forward` while a step is traced."""
+    """`DistributedDataParallel.forward` while a step is traced; what another thread runs meanwhile is no trace."""
+    if not torch.compiler.is_dynamo_compiling():
+        return _plain_ddp_forward(self, *args, **kwargs)
     return self.module(*args, **kwargs)
+
+
+_plain_ddp_forward = DistributedDataParallel.forward
 
 
 def stays_constant(value: Any, source: Any) -> bool:

@@ -35,6 +35,7 @@ from gradsync_fx.lowering import decompositions
 from gradsync_fx.options import Options
 from gradsync_fx.saving import load, load_file, save, save_file
 from gradsync_fx.self_check import Verdict, check
+from gradsync_fx.threads import OneAtATime
 from gradsync_fx.traces import artifact
 
 
@@ -61,6 +62,10 @@ class OptimizedStep:
         self._name = getattr(train_step, "__name__", type(train_step).__name__)
         code = getattr(train_step, "__code__", None)
         self._line = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
+        self._one_thread = OneAtATime(
+            f"step {self._name!r}",
+            fix="make a step for each thread: gradsync_fx.optimize(train_step, ...)",
+        )
         weakref.finalize(self, _warn_of_pending, self._executor, self._name)
 
     def __get__(self, instance: Any, owner: type | None = None) -> OptimizedStep:
@@ -73,26 +78,26 @@ class OptimizedStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One micro-step. Returns what the step returns, tensors detached."""
-        executor = self._executor
-        if self._to_check:
-            verdict = self.self_check(*args, **kwargs)
-            log.info("%s", verdict)
-            verdict.require()
-            self._to_check = False
-        first = executor.setting is None
-        executor.integrity.check(self._name)
-        executor.accumulators.drop_gradients()
-        with self._losses:
-            result = self._find.call(*args, **kwargs)
-        if first:
+        with self._one_thread.held(), self._losses:
+            executor = self._executor
+            if self._to_check:
+                verdict = self.self_check(*args, **kwargs)
+                log.info("%s", verdict)
+                verdict.require()
+                self._to_check = False
+            first = executor.setting is None
+            executor.integrity.check(self._name)
             executor.accumulators.drop_gradients()
-        if executor.sync_gradients and executor.window.optimizer_step == 1:
-            artifact("report", lambda: self.report().to_json())
-        return result
+            result = self._find.call(*args, **kwargs)
+            if first:
+                executor.accumulators.drop_gradients()
+            if executor.sync_gradients and executor.window.optimizer_step == 1:
+                artifact("report", lambda: self.report().to_json())
+            return result
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Captures and compiles for these arguments without running anything."""
-        with self._losses:
+        with self._one_thread.held(), self._losses:
             try:
                 captured = self._find.capture_of(args, kwargs)
             except CaptureError as why:
@@ -141,17 +146,18 @@ class OptimizedStep:
 
     def flush(self, on_update: Callable[[], Any] | None = None) -> None:
         """Closes the open window now: reduce, update, zero. Every rank calls it."""
-        with self._losses:
+        with self._one_thread.held(), self._losses:
             self._executor.flush(on_update)
 
     def skip(self) -> None:
         """This rank's micro-step without data."""
-        with self._losses:
+        with self._one_thread.held(), self._losses:
             self._executor.skip()
 
     def discard(self) -> None:
         """Drops the open window; `micro_step` keeps counting."""
-        self._executor.discard()
+        with self._one_thread.held():
+            self._executor.discard()
 
     def state_dict(self) -> dict[str, Any]:
         """Counters, accumulators by parameter name, k, world size: plain tensors and numbers.
@@ -159,11 +165,13 @@ class OptimizedStep:
         What differs between ranks has the rank in its key. A run that is stopped inside a window and resumed from it
         is bitwise the run that was not.
         """
-        return save(self._executor)
+        with self._one_thread.held():
+            return save(self._executor)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes what `state_dict` gave. Raises `StateError` with both values where it does not fit."""
-        load(self._executor, state)
+        with self._one_thread.held():
+            load(self._executor, state)
 
     def save(self, path: Place, **states: Mapping[str, Any]) -> None:
         """Writes the window to a file, with further state dicts: `model=model.state_dict(), ...`, one point in time.
@@ -172,7 +180,8 @@ class OptimizedStep:
         saving fails, or the process is killed, the one that was there before stays. Raises `StateError` when it cannot
         be written, or for states that are not plain data; `WindowError` for a window that is void.
         """
-        save_file(self._executor, path, states)
+        with self._one_thread.held():
+            save_file(self._executor, path, states)
 
     def load(self, path: Place) -> dict[str, Any]:
         """Takes the window from a file of `save`, and returns the further states, by name, on the CPU.
@@ -181,7 +190,8 @@ class OptimizedStep:
         (`weights_only=True`). Raises `StateError` for a file that is damaged, of another format, or does not fit;
         nothing is changed then.
         """
-        return load_file(self._executor, path)
+        with self._one_thread.held():
+            return load_file(self._executor, path)
 
     def report(self, hardware: str | Hardware = "laptop") -> Report:
         """What the rewrite changed, for what has been captured so far. Raises `WindowError` before the first call.
@@ -214,11 +224,13 @@ class OptimizedStep:
 
     def capture(self, *args: Any, **kwargs: Any) -> None:
         """Captures a call with these arguments, compiling and running nothing: enough for `report`."""
-        self._find.capture_of(args, kwargs)
+        with self._one_thread.held():
+            self._find.capture_of(args, kwargs)
 
     def set_gradient_accumulation_steps(self, k: Any) -> None:
         """Another window length from the next window on. Raises `WindowError` inside a window. Never recompiles."""
-        self._executor.set_steps(k)
+        with self._one_thread.held():
+            self._executor.set_steps(k)
 
 
 class _Finder:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import operator
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
+from gradsync_fx._torch import OpOverload
 from gradsync_fx.ops import argument
+from gradsync_fx.program import writes
 
 
 _aten = torch.ops.aten
@@ -24,12 +26,16 @@ def canonicalize(module: GraphModule) -> None:
     """Rewrites, in place, without another value anywhere:
 
     copy(a, b)                   -> b               where shape, dtype and device agree (functionalised in-place
-                                                    writes: `dist.all_reduce(grad)`)
+                                                    writes: `dist.all_reduce(grad)`), unless b is an input that is
+                                                    written: whoever reads it then may read it behind that write
     foreach_mul([a, b], c)[i]    -> mul(a, c)       a gradient's scaling depends on the one gradient that it scales
     """
     graph = module.graph
+    written = {argument(write, 0) for write in writes(module)}
     for node in graph.find_nodes(op="call_function", target=_aten.copy.default):
         onto, source = argument(node, 0).meta["val"], argument(node, 1).meta["val"]
+        if _viewed(argument(node, 1)) in written:
+            continue
         if (onto.shape, onto.dtype, onto.device) == (source.shape, source.dtype, source.device):
             node.replace_all_uses_with(argument(node, 1))
             graph.erase_node(node)
@@ -46,3 +52,12 @@ def canonicalize(module: GraphModule) -> None:
                 graph.erase_node(item)
             graph.erase_node(node)
     module.recompile()
+
+
+def _viewed(node: Node) -> Node:
+    """What a node is a view of, itself where it is none."""
+    while isinstance(node.target, OpOverload) and any(
+        result.alias_info is not None for result in node.target._schema.returns
+    ):
+        node = argument(node, 0)
+    return node

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
+from gradsync_fx._torch import compile_lock
 from gradsync_fx.capture import Capture
 from gradsync_fx.dividing import Divisors
 from gradsync_fx.errors import CaptureError, GradSyncWarning, UpdateError
@@ -65,7 +66,7 @@ class CapturedStep:
         self.measured: dict[str, tuple[int, float]] = {}
         self._built: dict[tuple[Any, ...], Program] = {}
         self._compiled: dict[tuple[Any, ...], Compiled] = {}
-        self.host_values: list[torch.Tensor] = []
+        self.host_values: dict[int, torch.Tensor] = {}
         self._tail_data: dict[int, Any] = {}
         leaf_parts, update_parts = find_parts(capture, self.regions, options)
         self.bindings = self._bind(update_parts)
@@ -171,11 +172,11 @@ class CapturedStep:
         """The program and its compiled form, made on first need (or when the optimizer's structure changed)."""
         key = self._select(closing, tail, by_name)
         if key not in self._compiled:
-            start = time.perf_counter()
-            with compiling(self.options.rank_timeout):
+            with compile_lock, compiling(self.options.rank_timeout):
+                start = time.perf_counter()
                 program = self._build(key)
                 lowered = lower(program, self.capture.fake_mode, self.options)
-            seconds = time.perf_counter() - start
+                seconds = time.perf_counter() - start
             self.compile_seconds[program.name] = seconds
             log.info("compiled the %s program in %.2f s", program.name, seconds)
             self._compiled[key] = lowered
@@ -222,12 +223,16 @@ class CapturedStep:
         program, compiled = self.compile(closing)
         self.remember(args)
         results = self._run(program, compiled, args, divisors)
-        if program.host_values:
-            end = len(results) - program.host_values
-            self.host_values = results[end:]
-            del results[end:]
+        self._take_host_values(program, results, range(program.host_values))
         self._call_host(closing)
         return results
+
+    def _take_host_values(
+        self, program: Program, results: list[Any], indices: Collection[int]
+    ) -> None:
+        end = len(results) - program.host_values
+        self.host_values |= dict(zip(indices, results[end:], strict=True))
+        del results[end:]
 
     def remember(self, args: list[Any]) -> None:
         """The user's own tensors that a tail reads and writes."""
@@ -244,6 +249,7 @@ class CapturedStep:
             for i, slot in enumerate(self.capture.step.slots)
         ]
         results = self._run(program, compiled, args, divisors)
+        self._take_host_values(program, results, self.regions.boundary_host)
         self._call_host(closing)
         return results
 
@@ -306,7 +312,8 @@ class CapturedStep:
             parts = {b.part for b in self.bindings.values() if b.optimizer is call.optimizer}
             if not closing & (parts or set(self.plan.parts)):
                 continue
-            if any(kind != "constant" for kind, _ in call.arguments) and not self.host_values:
+            wanted = {value for kind, value in call.arguments if kind != "constant"}
+            if not wanted <= self.host_values.keys():
                 warnings.warn(
                     f"{type(call.owner).__name__} was not stepped: no micro-step of this rank gave its metric",
                     GradSyncWarning,

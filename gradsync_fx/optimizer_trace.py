@@ -16,12 +16,8 @@ parameters are updated independently of each other; else all are traced together
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -31,10 +27,13 @@ from gradsync_fx._torch import (
     ConstantSource,
     DimDynamic,
     FakeTensorMode,
+    PlainArithmetic,
     ShapeEnv,
     make_fx,
+    sympy_interp,
 )
 from gradsync_fx.alike import Members, find_alike, for_all_calls, for_all_places, treated_alike
+from gradsync_fx.as_compiled import as_when_compiled
 from gradsync_fx.bodies import Call, Place, split, whole
 from gradsync_fx.counters import Counter, is_counter, plain
 from gradsync_fx.errors import UpdateError
@@ -103,7 +102,8 @@ class Update:
         if not self.conditions:
             return True
         values = dict(zip(self.symbols, numbers, strict=True))
-        return all(bool(c.xreplace(values)) for c in self.conditions)
+        # In Python's own arithmetic: sympy's keeps what it has computed, and takes far longer.
+        return all(bool(sympy_interp(PlainArithmetic, values, c)) for c in self.conditions)
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -285,7 +285,7 @@ def _trace(
         return params, [v for place, v in left if is_result(place, v)]
 
     try:
-        with mode, _as_when_compiling(optimizer):
+        with mode, as_when_compiled(optimizer):
             traced = make_fx(
                 torch.func.functionalize(run, remove="mutations_and_views"),
                 decomposition_table=decompositions,
@@ -371,29 +371,3 @@ def _settle_flavour(group: dict[str, Any], *, capturable: bool) -> None:
         group["foreach"] = False
     if group.get("fused"):
         group["fused"] = False
-
-
-@contextmanager
-def _as_when_compiling(optimizer: Optimizer) -> Iterator[None]:
-    """torch's optimizers take their traceable branches; `min` and `max` in the optimizer's file accept symbols."""
-    home = inspect.unwrap(plain_step(optimizer)).__globals__
-
-    def chosen(plain: Any, symbolic: Any) -> Any:
-        def choose(*args: Any, **kwargs: Any) -> Any:
-            if any(isinstance(a, torch.SymFloat | torch.SymInt) for a in args):
-                result = args[0]
-                for other in args[1:]:
-                    result = symbolic(result, other)
-                return result
-            return plain(*args, **kwargs)
-
-        return choose
-
-    pair = {"min": chosen(min, torch.sym_min), "max": chosen(max, torch.sym_max)}
-    with (
-        mock.patch("torch.compiler.is_compiling", return_value=True),
-        # functionalize has no rule for this one composite op.
-        mock.patch.object(torch.Tensor, "square_", lambda self: self.pow_(2)),
-        mock.patch.dict(home, {k: v for k, v in pair.items() if k not in home}),
-    ):
-        yield

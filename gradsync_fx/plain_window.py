@@ -32,6 +32,7 @@ from gradsync_fx.copies import Copy, copied
 from gradsync_fx.errors import WindowError
 from gradsync_fx.options import Options
 from gradsync_fx.planning import Setting, find_setting
+from gradsync_fx.threads import EAGER_CALLS, in_this_thread
 
 
 Gradients = list[torch.Tensor | None]  # one for each parameter
@@ -110,16 +111,20 @@ def _call(step: Copy, args: Any, kwargs: Any, noted: Noted, totals: list[Gradien
         if noted.at_step is None:
             noted.at_step = [None if p.grad is None else p.grad.clone() for p in parameters]
 
-    with ExitStack() as stack:
+    with EAGER_CALLS.held(), ExitStack() as stack:
         enter = stack.enter_context
         enter(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        enter(mock.patch.object(torch.autograd, "backward", backward))
-        enter(mock.patch.object(type(TRACED), "weigh", weigh))
-        enter(mock.patch.object(DistributedDataParallel, "forward", _inner))
+        patches: list[tuple[Any, str, Any]] = [
+            (torch.autograd, "backward", backward),
+            (type(TRACED), "weigh", weigh),
+            (DistributedDataParallel, "forward", _inner),
+        ]
         if totals is None:
             for cls in (*_with_step(Optimizer), *_with_step(LRScheduler)):
-                enter(mock.patch.object(cls, "step", no_step))
+                patches.append((cls, "step", no_step))
+        for owner, name, new in patches:
+            enter(mock.patch.object(owner, name, in_this_thread(new, getattr(owner, name))))
         return step.function(*args, **kwargs)
 
 

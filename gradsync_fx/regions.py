@@ -12,6 +12,7 @@ tail              an update without a micro-step reads the user's own tensors (t
 stages            how many updates of the same call a leaf's gradient lies behind (a generator's, behind that of its
                   discriminator): leaves of two stages cannot share an all-reduce
                   late_outputs are of data and of updated parameters: a loss after the update
+host              values that the host's own calls want (a scheduler's metric), which wait like outputs: boundary_host
 sources           what a write or an output of the boundary depends on first: gradients and updates
 
 Nothing here reads a node's name or metadata; those serve messages only.
@@ -55,6 +56,7 @@ class Regions:
     tail_data: tuple[int, ...]
     tail_outputs: tuple[int, ...]
     late_outputs: tuple[int, ...]
+    boundary_host: dict[int, frozenset[Node]]
     hand: dict[int, HandSync]
     hand_flat: frozenset[int]
 
@@ -101,11 +103,17 @@ def find_regions(step: Step) -> Regions:
         depends = value in reads_gradient or (value in after_update and not each_call)
         if kind is Kind.PARAMETER or depends:
             boundary[write] = nearest.of(value)
+
+    def waits(value: Node) -> bool:
+        return value in reads_gradient or (value in after_update and value not in from_data)
+
     outputs = {
-        i: nearest.of(n)
-        for i, n in enumerate(results)
-        if n in reads_gradient or (n in after_update and n not in from_data)
-        if n.target is not ops.NOTE
+        i: nearest.of(n) for i, n in enumerate(results) if waits(n) and n.target is not ops.NOTE
+    }
+    host = {
+        int(argument(n, 3)): argument(n, 1)
+        for n in graph.find_nodes(op="call_function", target=ops.NOTE)
+        if argument(n, 2) == ops.Role.HOST and waits(argument(n, 1))
     }
     sources = {
         u: frozenset[Node]().union(*(nearest.of(g) for g in argument(u, 3))) for u in updates
@@ -120,7 +128,7 @@ def find_regions(step: Step) -> Regions:
         boundary_outputs=outputs,
         update_sources=sources,
         stages=_stages(gradients, sources, order, nearest),
-        tail_data=_data_read([*boundary, *updates], frozenset(cuts), kinds),
+        tail_data=_data_read([*boundary, *updates, *host.values()], frozenset(cuts), kinds),
         late_outputs=tuple(
             i for i, n in enumerate(results) if n in after_update and i not in outputs
         ),
@@ -129,6 +137,7 @@ def find_regions(step: Step) -> Regions:
             for i in outputs
             if results[i] not in boundary and not _data_read([results[i]], frozenset(cuts), kinds)
         ),
+        boundary_host={i: nearest.of(n) for i, n in sorted(host.items())},
         hand=hand,
         hand_flat=hand_flat,
     )

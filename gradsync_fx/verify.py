@@ -43,9 +43,9 @@ def verify(program: Program, plan: Plan) -> None:
     )
     found = sum(1 for n in nodes if ops.is_collective(n))
     if not plan.closing:
-        _check_accumulate(
-            program, written, found, stays + inserted + bool(plan.weighing and inserted)
-        )
+        # A weight that finds no bucket to travel with goes alone.
+        weights = len(plan.parts) if plan.weighing and plan.sync_each_batch and plan.group else 0
+        _check_accumulate(program, written, found, stays + inserted + weights)
     wanted = {plan.step.leaves[leaf].name for b in plan.closing_buckets() for leaf in b.leaves}
     missing = wanted - {s.key for s in written if s.kind is Kind.ACCUMULATOR}
     if missing:

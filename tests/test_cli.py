@@ -78,6 +78,15 @@ def raising():
     raise ValueError("no [red]data[/red] \\x1b[31m here")
 
 
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError
+
+
+def mute():
+    raise Mute
+
+
 def leaving():
     sys.exit(0)
 
@@ -249,6 +258,7 @@ def test_dotted_module(steps: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             3,
             ("ValueError: no [red]data[/red] \\x1b[31m here", line('raise ValueError("')),
         ),
+        ("mute", 3, ("Mute: its text cannot be had (RuntimeError)", line("raise Mute"))),
         ("leaving", 3, ("SystemExit: 0", line("sys.exit(0)"))),
         ("needs", 3, ("TypeError: needs() missing 1 required", line("def needs"))),
         ("not_a_tuple", 3, ("returned a function", line("def not_a_tuple"))),
@@ -332,17 +342,41 @@ def test_files_that_cannot_be_loaded(tmp_path: Path) -> None:
 def test_outputs_that_cannot_be_written_are_found_before_the_work(
     steps: Path, tmp_path: Path, option: str
 ) -> None:
-    for path, says in ((tmp_path, "is a folder"), (tmp_path / "no" / "r", "there is no folder")):
+    for path, says in (
+        (tmp_path, "is a folder"),
+        (tmp_path / "no" / "r", "there is no folder"),
+        (tmp_path / ("x" * 300), "File name too long"),
+    ):
         result = invoke("inspect", f"{steps}:raising", option, path)
         assert result.exit_code == 4, result.output
         assert says in result.stderr
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the full disk of Linux")
-def test_full_disk(steps: Path) -> None:
-    result = invoke("inspect", f"{steps}:good", "--json", "/dev/full")
+@pytest.mark.parametrize("option", ["--json", "--dot", "--html"])
+def test_full_disk(steps: Path, option: str) -> None:
+    result = invoke("inspect", f"{steps}:good", option, "/dev/full")
     assert result.exit_code == 4
     assert "No space left" in result.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="file names are bytes on Linux alone")
+def test_a_file_with_a_name_that_no_encoding_has(tmp_path: Path) -> None:
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/<b>\xff.py"))
+    path.write_text(STEPS)
+    files = [tmp_path / f"report.{kind}" for kind in ("json", "dot", "html")]
+    asked = [
+        x
+        for kind, file in zip(("json", "dot", "html"), files, strict=True)
+        for x in (f"--{kind}", file)
+    ]
+    result = invoke("inspect", f"{path}:good", *WINDOW, *asked)
+    assert result.exit_code == 0, result.output
+    for file in files:
+        assert "udcff.py" in file.read_text(encoding="utf-8")
+    shown = invoke("inspect", f"{path}:good", *WINDOW)
+    assert shown.exit_code == 0, shown.output
+    assert "udcff.py" in shown.stdout
 
 
 # diff

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -258,6 +260,31 @@ def test_hostile_names_are_text(page: Page, report: dict[str, Any]) -> None:
     ] == report["warnings"]
     assert HOSTILE in page.text("#parameters-table")
     assert page.browser.get_log("browser") == []
+
+
+def test_hostile_names_of_a_step_and_its_file_are_text(browser: Chrome, tmp_path: Path) -> None:
+    """Not put into a report: a function and a file that are really called so."""
+    where = f"/work/{HOSTILE_LINE.removesuffix(':7')}"
+    names: dict[str, Any] = {"nn": nn}
+    body = inspect.getsource(train_step).partition("\n")[2]
+    source = f"def train_step(model, optimizer, x, y):\n{body}"
+    exec(compile(source, where, "exec"), names)
+    names["train_step"].__name__ = names["train_step"].__qualname__ = HOSTILE
+    model = layers()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    data = torch.randn(4, 8), torch.randn(4, 4)
+    found = gradsync_fx.explain(names["train_step"], model, optimizer, *data, world_size=2)
+    file = tmp_path / f"{HOSTILE.replace('/', '_')}.html"
+    file.write_text(found.to_html(), encoding="utf-8")
+    browser.get_log("browser")
+    page = Page(browser, file.as_uri())
+    page.load()
+    page.open_all_details()
+    assert browser.title.startswith(HOSTILE)
+    assert page.number("script") == 4
+    assert page.number("img") == 0
+    assert where in page.text("body")
+    assert browser.get_log("browser") == []
 
 
 def test_the_data_ends_no_script_element() -> None:

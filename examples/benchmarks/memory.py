@@ -52,6 +52,14 @@ def growth(window: Callable[[], None], device: torch.device) -> int | None:
         return None
 
 
+def resident() -> int | None:
+    """The size in memory now."""
+    try:
+        return _status("VmRSS")
+    except OSError:  # not Linux
+        return None
+
+
 def highest_resident() -> int | None:
     """The highest resident size since the mark was last set back."""
     try:

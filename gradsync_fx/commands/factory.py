@@ -211,7 +211,7 @@ def _raised(target: Target, error: BaseException, when: str, line: str = "") -> 
         place = _short(line) or str(target)
     if isinstance(error, GradSyncError):
         return Problem(RAISED, place, f"{when}: {error}", trace=_trace(error))
-    says = error.msg if isinstance(error, SyntaxError) else str(error)
+    says = error.msg if isinstance(error, SyntaxError) else _text(error)
     seen = f"{type(error).__name__}{': ' + says if says else ''} ({when})"
     fix = "run the file alone; it has to work without gradsync-fx"
     return Problem(RAISED, place, seen, fix=fix, trace=_trace(error))
@@ -230,3 +230,10 @@ def _short(path: str) -> str:
     """From the current folder, where it lies inside."""
     start = os.getcwd() + os.sep
     return path.removeprefix(start)
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as worse:
+        return f"its text cannot be had ({type(worse).__name__})"

@@ -17,6 +17,7 @@ from gradsync_fx.commands.problems import UNWRITABLE, USAGE, Problem, plain
 
 
 STDOUT = "-"
+_SPELLED = "backslashreplace"  # file names may hold what no encoding has
 
 
 def check_outputs(**outputs: str | None) -> None:
@@ -28,15 +29,24 @@ def check_outputs(**outputs: str | None) -> None:
     for name, given in outputs.items():
         if given is None or given == STDOUT:
             continue
-        path = Path(given)
-        fix = "name a file in a folder that exists"
-        if path.is_dir():
-            raise Problem(UNWRITABLE, f"--{name} {given}", "is a folder", "a file's name", fix)
-        if not path.parent.is_dir():
-            seen = f"there is no folder {path.parent}"
+        try:
+            seen = _obstacle(Path(given))
+        except OSError as error:  # a name that is too long, say
+            seen = error.strerror or str(error)
+        if seen:
+            fix = "name a file in a folder that exists"
             raise Problem(UNWRITABLE, f"--{name} {given}", seen, fix=fix)
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise Problem(UNWRITABLE, f"--{name} {given}", "no permission to write there", fix=fix)
+
+
+def _obstacle(path: Path) -> str:
+    """What keeps a file from being written there; "" where nothing is known to."""
+    if path.is_dir():
+        return "is a folder"
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        return "no permission to write there"
+    return ""
 
 
 def write(path: str, text: str) -> None:
@@ -44,7 +54,7 @@ def write(path: str, text: str) -> None:
     if path == STDOUT:
         out(text if text.endswith("\n") else text + "\n")
     else:
-        save(path, lambda p: Path(p).write_text(text, encoding="utf-8"))
+        save(path, lambda p: Path(p).write_bytes(text.encode("utf-8", _SPELLED)))
 
 
 def save(path: str, writer: Callable[[str], Any]) -> None:
@@ -67,7 +77,8 @@ def show(console: Console, what: Any) -> None:
 def out(text: str) -> None:
     """Text to stdout, as it is. Raises `Problem`."""
     with _stdout():
-        sys.stdout.write(text)
+        encoding = sys.stdout.encoding or "utf-8"
+        sys.stdout.write(text.encode(encoding, _SPELLED).decode(encoding))
         sys.stdout.flush()
 
 

@@ -8,7 +8,7 @@ zero_grad()         `.grad` becomes None                    `.grad` becomes None
 scheduler.step()    nothing                                 at the end of the step
 ddp(x)              ddp.module(x): its reducer never fires
 
-The patches hold for one call of the step.
+The patches hold for one call of the step, and in its thread.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from gradsync_fx._torch import total_norm
 from gradsync_fx.controls import TRACED
 from gradsync_fx.optimizer_state import parameters_of
+from gradsync_fx.threads import EAGER_CALLS, in_this_thread
 
 
 class Answers(Protocol):
@@ -66,11 +67,14 @@ def watching(
 
         return call
 
-    with ExitStack() as stack:
+    with EAGER_CALLS.held(), ExitStack() as stack:
+
+        def replace(owner: Any, name: str, new: Callable[..., Any]) -> None:
+            here = in_this_thread(new, getattr(owner, name))
+            stack.enter_context(mock.patch.object(owner, name, here))
 
         def patch(owner: Any, name: str, answer: Callable[..., Any]) -> None:
-            plain = getattr(owner, name)
-            stack.enter_context(mock.patch.object(owner, name, outermost(answer, plain)))
+            replace(owner, name, outermost(answer, getattr(owner, name)))
 
         def backward(run: Any, tensors: Any, *args: Any, **kwargs: Any) -> None:
             answers.backward(run, tensors)
@@ -115,17 +119,15 @@ def watching(
             patch(cls, "step", step)
         for optimizer in optimizers:
             if "step" in vars(optimizer):  # a scheduler has put its counter round it
-                counted = outermost(_bound(step, optimizer), optimizer.step)
-                stack.enter_context(mock.patch.object(optimizer, "step", counted))
+                replace(optimizer, "step", outermost(_bound(step, optimizer), optimizer.step))
         for cls in (nn.Module, *_with_method(Optimizer, "zero_grad")):
             patch(cls, "zero_grad", no_gradients)
         for cls in _with_method(LRScheduler, "step"):
             patch(cls, "step", schedule)
         for method in ("scale", "unscale_", "step", "update"):
             patch(GradScaler, method, _scaler(answers, method))
-        stack.enter_context(mock.patch.object(DistributedDataParallel, "forward", _inner_forward))
-        weigh = mock.patch.object(type(TRACED), "weigh", lambda _, weight: answers.weigh(weight))
-        stack.enter_context(weigh)
+        replace(DistributedDataParallel, "forward", _inner_forward)
+        replace(type(TRACED), "weigh", lambda _, weight: answers.weigh(weight))
         yield
 
 

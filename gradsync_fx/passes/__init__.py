@@ -8,6 +8,7 @@ from gradsync_fx.passes.accumulate import (
     accumulate_gradients,
     drop_boundary_effects,
     give_host_values,
+    give_late_host_values,
     join_partial_sums,
     leave_parameters,
 )
@@ -43,6 +44,7 @@ TAIL: list[Pass] = [
     forget_micro_step,
     leave_parameters,
     reduce_sums,
+    give_late_host_values,
     inline_updates,
     reset_accumulators,
 ]

@@ -7,6 +7,8 @@ The add stands right behind the node that makes the gradient, so that the gradie
 
 from __future__ import annotations
 
+from torch.fx import Node
+
 from gradsync_fx.draft import Draft
 from gradsync_fx.ops import Role, argument
 from gradsync_fx.passes.sums import accumulator, add_to_accumulator, filled
@@ -59,19 +61,38 @@ def drop_boundary_effects(draft: Draft, plan: Plan) -> None:
         if plan.is_open(sources):
             draft.drop_write(draft.of[write])
     outputs = draft.outputs()
-    (end,) = draft.graph.find_nodes(op="output")
     for i, sources in plan.regions.boundary_outputs.items():
         if not plan.is_open(sources) or outputs[i].op == "placeholder":
             continue  # a tensor that the step would have changed is handed out as it is
-        value = outputs[i].meta["val"]
-        fill = float("nan") if value.dtype.is_floating_point else 0
-        with draft.graph.inserting_before(end):
-            outputs[i] = filled(draft, fill, value, value.shape)
+        outputs[i] = missing(draft, outputs[i])
     draft.set_outputs(outputs)
+
+
+def missing(draft: Draft, value: Node) -> Node:
+    """What stands for a value that a later program gives: NaN, or 0 for integers, in its form."""
+    (end,) = draft.graph.find_nodes(op="output")
+    form = value.meta["val"]
+    with draft.graph.inserting_before(end):
+        fill = float("nan") if form.dtype.is_floating_point else 0
+        return filled(draft, fill, form, form.shape)
 
 
 def give_host_values(draft: Draft, plan: Plan) -> None:
     """What the host's own calls (a scheduler's, with a metric) want joins the outputs."""
-    wanted = [draft.notes[key][0] for key in sorted(draft.notes) if key[0] is Role.HOST]
-    draft.set_outputs(draft.outputs() + wanted)
-    draft.host_values = len(wanted)
+    _give(draft, plan, [index for role, index in sorted(draft.notes) if role is Role.HOST])
+
+
+def give_late_host_values(draft: Draft, plan: Plan) -> None:
+    """The same in a tail: what a micro-step could not give."""
+    _give(draft, plan, list(plan.regions.boundary_host))
+
+
+def _give(draft: Draft, plan: Plan, indices: list[int]) -> None:
+    values = []
+    for index in indices:
+        (value,) = draft.notes[Role.HOST, index]
+        sources = plan.regions.boundary_host.get(index)
+        waits = sources is not None and plan.is_open(sources)
+        values.append(missing(draft, value) if waits else value)
+    draft.set_outputs(draft.outputs() + values)
+    draft.host_values = len(values)

@@ -1,4 +1,7 @@
-"""`python -m tests.fuzz --examples 500 --seed 1 --ranks 1`: goes on after a failure, and prints each failing case."""
+"""`python -m tests.fuzz --examples 500 --seed 1 --ranks 1`: goes on after a failure, and prints each failing case.
+
+With `--graphs`: steps as random graphs (test_graphs.py) in place of steps as Python.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,15 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from tests.fuzz.cases import Case
+from tests.fuzz import slices
 from tests.fuzz.plain import compare
 from tests.fuzz.play import play
-from tests.fuzz.strategies import cases
+from tests.fuzz.strategies import cases, sketches
 from tests.workers import Ranks
 
 
@@ -25,6 +29,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--verbose", action="store_true", help="print each case before it runs")
     parser.add_argument("--ranks", type=int, choices=(1, 2), default=1)
+    parser.add_argument("--graphs", action="store_true", help="graphs, which need no ranks")
     given_arguments = parser.parse_args()
     count, start = given_arguments.examples, time.monotonic()
     torch.set_num_threads(1)
@@ -39,14 +44,16 @@ def main() -> int:
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(case=cases(ranks=given_arguments.ranks))
-    def one(case: Case) -> None:
+    @given(case=sketches() if given_arguments.graphs else cases(ranks=given_arguments.ranks))
+    def one(case: Any) -> None:
         nonlocal ran, failed
         ran += 1
         if given_arguments.verbose:
             print(f"{case!r},", flush=True)
         try:
-            if case.ranks == 1:
+            if given_arguments.graphs:
+                slices.play(case)
+            elif case.ranks == 1:
                 torch.compiler.reset()
                 compare(case, [play(0, case)])
             else:

@@ -7,6 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from tests.fuzz.cases import ANY, GENTLE, LOSSES, MODELS, SCHEDULES, STATISTICS, TOKENS, Case, Do
+from tests.fuzz.graphs import COLLECTIVES, OPS, Round, Sketch
 
 
 @st.composite
@@ -77,3 +78,74 @@ def _scripts(draw: Any, ranks: int, *, bad: bool, branches: bool) -> tuple[Do, .
             script.append(Do(what))
             reloaded = reloaded or what == "reload"
     return tuple(script)
+
+
+NUMBERS = st.integers(0, 30)
+
+
+def _ops(names: tuple[str, ...], most: int) -> Any:
+    return st.lists(st.tuples(st.sampled_from(names), NUMBERS, NUMBERS), max_size=most).map(tuple)
+
+
+@st.composite
+def sketches(draw: Any) -> Sketch:
+    """A step as a graph, and windows of it."""
+    parameters = draw(
+        st.lists(
+            st.tuples(st.sampled_from((0, 1, 2)), st.sampled_from((0, 0, 0, 0, 0, 1, 2))),
+            min_size=1,
+            max_size=4,
+        )
+    )
+    coarse = any(dtype == 2 for _, dtype in parameters)
+    metric = st.one_of(st.none(), st.none(), NUMBERS)
+    weighted = draw(st.sampled_from((False, False, True)))
+    return Sketch(
+        rounds=tuple(draw(_round(coarse)) for _ in range(draw(st.sampled_from((1, 1, 2))))),
+        parameters=tuple(parameters),
+        buffers=draw(_shapes(0, 2)),
+        data=draw(_shapes(1, 3)),
+        writes=draw(st.lists(st.tuples(NUMBERS, NUMBERS), max_size=3).map(tuple)),
+        outputs=draw(st.lists(NUMBERS, max_size=4).map(tuple)),
+        metric=draw(metric),
+        weight=draw(NUMBERS) if weighted else None,
+        reduction="weighted" if weighted else draw(st.sampled_from(("mean", "mean", "sum"))),
+        finite=draw(st.sampled_from((False, False, False, True))),
+        every=draw(st.sampled_from((False, False, False, True))),
+        apart=draw(st.booleans()),
+        world=draw(st.sampled_from((1, 2, 4))),
+        cap=draw(st.sampled_from((25.0, 0.00002))),
+        script=draw(_windows()),
+        bad=draw(st.sampled_from((0, 0, 0, 1, 2, 5))),
+    )
+
+
+def _shapes(least: int, most: int) -> Any:
+    return st.lists(st.sampled_from((0, 1, 2)), min_size=least, max_size=most).map(tuple)
+
+
+def _windows() -> Any:
+    """All windows of one call; or any, the end of a window without data included."""
+    event = st.tuples(st.sampled_from(("call", "call", "call", "tail")), st.integers(0, 3))
+    some = st.lists(event, min_size=1, max_size=6).map(lambda events: (("call", 0), *events))
+    return st.one_of(st.just((("call", 1),) * 2), some, some)
+
+
+@st.composite
+def _round(draw: Any, coarse: bool) -> Round:
+    optimizers = GENTLE if coarse else (*GENTLE, "Adam-l2", "AdamW", "own")
+    rare = st.sampled_from((False, False, False, True))
+    return Round(
+        forward=draw(_ops((*OPS, *COLLECTIVES), 6)),
+        sources=tuple(draw(st.lists(NUMBERS, min_size=1, max_size=3))),
+        again=draw(st.booleans()),
+        peeks=draw(rare),
+        twice=draw(rare),
+        sync=draw(st.sampled_from(("none", "none", "hand", "flat"))),
+        between=draw(_ops(OPS, 4)),
+        clip=draw(st.sampled_from(("none", "norm", "mixed"))),
+        update=draw(st.sampled_from((*optimizers, "by hand", "none"))),
+        decayed=draw(rare),
+        projected=draw(rare),
+        behind=draw(_ops(OPS, 4)),
+    )

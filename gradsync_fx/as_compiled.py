@@ -1,0 +1,48 @@
+"""torch's optimizers as they are when they are compiled: patches, for the length of one trace."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.optim import Optimizer
+
+from gradsync_fx._torch import compile_lock
+from gradsync_fx.optimizer_state import plain_step
+from gradsync_fx.threads import in_this_thread
+
+
+@contextmanager
+def as_when_compiled(optimizer: Optimizer) -> Iterator[None]:
+    """Optimizers take their traceable branches; `min` and `max` in the optimizer's file accept symbols.
+
+    One thread at a time.
+    """
+    home = inspect.unwrap(plain_step(optimizer)).__globals__
+
+    def chosen(plain: Any, symbolic: Any) -> Any:
+        def choose(*args: Any, **kwargs: Any) -> Any:
+            if any(isinstance(a, torch.SymFloat | torch.SymInt) for a in args):
+                result = args[0]
+                for other in args[1:]:
+                    result = symbolic(result, other)
+                return result
+            return plain(*args, **kwargs)
+
+        return choose
+
+    pair = {"min": chosen(min, torch.sym_min), "max": chosen(max, torch.sym_max)}
+    square = in_this_thread(lambda self: self.pow_(2), torch.Tensor.square_)
+    with (
+        compile_lock,
+        # For all threads, as torch's own flag: in another one, compiled functions ask it before they run.
+        mock.patch("torch.compiler.is_compiling", return_value=True),
+        # functionalize has no rule for this one composite op.
+        mock.patch.object(torch.Tensor, "square_", square),
+        mock.patch.dict(home, {k: v for k, v in pair.items() if k not in home}),
+    ):
+        yield
