@@ -9,8 +9,8 @@ writes            to a parameter: boundary. To a buffer or to another tensor: ev
 outputs           likewise: what depends on a gradient, or on the update alone, is the boundary's
 tail              an update without a micro-step reads the user's own tensors (tail_data: an average of the weights, its
                   decay), and gives those outputs of the boundary that read none (tail_outputs: a clipped norm)
-stages            how many updates of the same call a leaf's gradient lies behind (a generator's, behind that of its
-                  discriminator): leaves of two stages cannot share an all-reduce
+stages            how many updates or reduced gradients of the same call a leaf's gradient lies behind (a generator's,
+                  behind the update of its discriminator): leaves of two stages cannot share an all-reduce
                   late_outputs are of data and of updated parameters: a loss after the update
 host              values that the host's own calls want (a scheduler's metric), which wait like outputs: boundary_host
 sources           what a write or an output of the boundary depends on first: gradients and updates
@@ -155,7 +155,7 @@ def _stages(
         if node in sources:
             stage[node] = max((stage[s] for s in sources[node]), default=0)
         else:
-            behind = [s for s in nearest.of(argument(node, 0)) if s in sources]
+            behind = nearest.of(argument(node, 0))
             stage[node] = max((stage[s] + 1 for s in behind), default=0)
     return {leaf: stage[markers[0]] for leaf, markers in gradients.items()}
 

@@ -62,7 +62,7 @@ def test_two_steps_in_two_threads() -> None:
 def test_a_capture_beside_torchs_own_compiler() -> None:
     """torch.compile in one thread while steps are captured in others."""
 
-    def compiled(together: Callable[[], Any]) -> list[Tensor]:
+    def compiled(together: Callable[[], Any]) -> list[Any]:
         together()
         found: list[Any] = []
         for i in range(4):

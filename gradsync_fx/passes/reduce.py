@@ -48,6 +48,7 @@ def reduce_window(draft: Draft, plan: Plan) -> None:
     weights = _hand_on(draft, plan, sums, weights)
     for bucket in sums:
         _reduce_later_gradients(draft, plan, bucket, weights.get(bucket.part))
+    draft.sort()  # a gradient may be read ahead of the last one of its bucket: by the update of another model
 
 
 def reduce_sums(draft: Draft, plan: Plan) -> None:

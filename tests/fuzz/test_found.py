@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+import gradsync_fx
 from tests.drive import plain_step, quick
 from tests.eagerly import asked
 from tests.fuzz import slices
@@ -59,6 +60,23 @@ GRAPHS = {
     "shifted inputs": Sketch(
         data=(1, 1, 1), writes=((1, 1), (0, 3)), script=(("call", 0), ("call", 1))
     ),
+    # A gradient is read (to clip it, to update with it) ahead of the last one of its bucket: no order was possible.
+    "read ahead of its bucket": Sketch(
+        rounds=(Round(update="by hand"), Round(sources=(1,))),
+        parameters=((1, 0), (1, 0)),
+        data=(1, 1),
+        finite=True,
+        world=2,
+        script=(("call", 0), ("call", 1)),
+    ),
+    # Windows of one call: a gradient that depends on another, reduced, was to be reduced together with it.
+    "behind a reduced gradient": Sketch(
+        rounds=(Round(update="by hand"), Round(sources=(4,), peeks=True)),
+        parameters=((1, 0), (1, 0)),
+        data=(1, 1),
+        world=2,
+        script=(("call", 1), ("call", 1)),
+    ),
     # The weight of gradients that the step joins and reduces itself travels alone: the proof did not allow for it.
     "weight alone": Sketch(
         rounds=(Round(sync="flat"),),
@@ -75,6 +93,25 @@ GRAPHS = {
 @pytest.mark.parametrize("name", GRAPHS)
 def test_found_graphs(name: str) -> None:
     slices.play(GRAPHS[name])
+
+
+@pytest.mark.captured
+def test_two_models_trained_in_turn() -> None:
+    """The graphs' "read ahead of its bucket", as a user writes it: one all-reduce, and the first norm behind it."""
+
+    def step(models: list[nn.Module], optimizers: list[Optimizer], x: Tensor, y: Tensor) -> None:
+        for model, optimizer in zip(models, optimizers, strict=True):
+            mse(model, x, y).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    models = [mlp(), mlp()]
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in models]
+    batch = torch.randn(4, 8), torch.randn(4, 1)
+    window = {"gradient_accumulation_steps": 2, "world_size": 2}
+    report = gradsync_fx.explain(step, models, optimizers, *batch, **window)
+    assert [len(c.parameters) for c in report.collectives] == [8]
 
 
 class Remembers(nn.Module):
