@@ -84,7 +84,7 @@ try:
         StringFormatVariable,
     )
     from torch._dynamo.variables.optimizer import OptimizerVariable
-    from torch._dynamo.variables.tensor import TensorVariable
+    from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
     from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
     from torch._functorch import config as functorch_config
     from torch._functorch._aot_autograd import graph_compile as aot_graphs
@@ -113,6 +113,7 @@ try:
         ShapeEnv,
         StatelessSymbolicContext,
         compute_unbacked_bindings,
+        free_unbacked_symbols,
     )
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -138,6 +139,9 @@ READ_ATTRIBUTE = (
     "tp_getattro_impl" if hasattr(VariableTracker, "tp_getattro_impl") else "var_getattr"
 )
 
+# Whether an f-string may hold a number that only the program knows: 2.11 asks for its value.
+FORMATS_NUMBERS = torch_version() >= (2, 13)
+
 # What is replaced or called while a step is traced, or runs eagerly.
 NEEDED: tuple[tuple[Any, str], ...] = (
     (UserDefinedObjectVariable, READ_ATTRIBUTE),
@@ -145,6 +149,7 @@ NEEDED: tuple[tuple[Any, str], ...] = (
     (TensorVariable, "_collect_backward_inputs"),
     (InstructionTranslatorBase, "call_function"),
     (InstructionTranslatorBase, "_load_attr"),
+    (InstructionTranslatorBase, "_format_value"),
     (dynamo_builder, "is_int_specialization_case"),
     (aot_graphs, "_apply_tensorify_python_scalars"),
     (DebuggingVariable, "call_function"),
@@ -163,6 +168,7 @@ def check_names(needed: Iterable[tuple[Any, str]] = NEEDED) -> None:
 
 check_names()
 
+format_value = InstructionTranslatorBase._format_value
 load_attribute = InstructionTranslatorBase._load_attr
 tensorify_numbers = aot_graphs._apply_tensorify_python_scalars
 total_norm = nn.utils.clip_grad._get_total_norm
@@ -237,11 +243,14 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 __all__ = [
+    "FORMATS_NUMBERS",
     "READ_ATTRIBUTE",
     "OpOverload",
     "check_names",
     "communication_hooks",
+    "format_value",
     "formatted",
+    "free_unbacked_symbols",
     "has_hooks",
     "in_place_of_backward",
     "is_compiled",
@@ -284,6 +293,7 @@ __all__ = [
     "PlainArithmetic",
     "ShapeEnv",
     "StatelessSymbolicContext",
+    "SymNodeVariable",
     "TensorVariable",
     "TorchDynamoException",
     "TracingContext",

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradsync_fx import answers, later
 from gradsync_fx._torch import (
+    FORMATS_NUMBERS,
     READ_ATTRIBUTE,
     DebuggingVariable,
     InstructionTranslatorBase,
@@ -56,6 +57,10 @@ def intercepting(fresh: Observed) -> Iterator[Observed]:
             (LoggingLoggerVariable, "call_method", later.logger_call),
         ):
             stack.enter_context(mock.patch.object(owner, name, new))
+        if not FORMATS_NUMBERS:
+            stack.enter_context(
+                mock.patch.object(InstructionTranslatorBase, "_format_value", later.format_value)
+            )
         yield seen
 
 

@@ -25,13 +25,16 @@ from gradsync_fx._torch import (
     InstructionTranslatorBase,
     LazyVariableTracker,
     StringFormatVariable,
+    SymNodeVariable,
     TensorVariable,
     TupleVariable,
     Unsupported,
     VariableTracker,
     formatted,
+    free_unbacked_symbols,
     tensorify_numbers,
 )
+from gradsync_fx._torch import format_value as plain_format_value
 from gradsync_fx._torch import load_attribute as plain_load_attribute
 from gradsync_fx.observed import Observed, const, line_of, observed, readable, refuse
 
@@ -114,6 +117,16 @@ def load_attribute(self: Any, name: str) -> None:
         self.push(_Method(owner, name))
         return
     plain_load_attribute(self, name)
+
+
+def format_value(self: Any, spec: Any, flags: int) -> None:
+    """`InstructionTranslatorBase._format_value` while a step is traced: a number of the program stays one."""
+    value = self.stack[-1]
+    if isinstance(value, SymNodeVariable) and free_unbacked_symbols(value.sym_num):
+        text = "{:" + spec.as_python_constant() + "}"
+        self.push(formatted(self, text, [self.pop()], {}))
+        return
+    plain_format_value(self, spec, flags)
 
 
 def _lists_read(seen: Observed) -> frozenset[int]:

@@ -22,7 +22,7 @@ class Count:
 def counted() -> Iterator[Count]:
     """Counts gloo's collectives on this rank inside the block."""
     found = Count()
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         yield found
     names = [event.name for event in profiler.events()]
     found.all_reduces = names.count("gloo:all_reduce")

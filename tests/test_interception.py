@@ -46,6 +46,7 @@ def torchs_own() -> dict[str, Any]:
         "scalars": dynamo_config.capture_scalar_outputs,
         "print": dynamo_config.reorderable_logging_functions,
         "calls": InstructionTranslatorBase.call_function,
+        "formats": InstructionTranslatorBase._format_value,
         "attributes": InstructionTranslatorBase._load_attr,
         "loggers": LoggingLoggerVariable.call_method,
     }
