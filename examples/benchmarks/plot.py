@@ -19,6 +19,7 @@ def draw(comparisons: list[Comparison], files: list[Path]) -> None:
         figure.subplots(len(comparisons), squeeze=False)[:, 0], comparisons, strict=True
     ):
         _panel(axes, comparison)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper right", ncols=2, fontsize=8)
     for file in files:
         figure.savefig(file, dpi=150)
 
@@ -42,4 +43,3 @@ def _panel(axes, comparison: Comparison) -> None:
     axes.set_xlabel("ms per micro-step (median, quartiles)", fontsize=8)
     axes.tick_params(labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=7, loc="lower right")

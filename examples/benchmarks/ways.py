@@ -202,8 +202,10 @@ WAYS = {
     "accelerate-no-sync": Way("Accelerate, `no_sync`", _no_sync),
     "accelerate": Way("Accelerate, `accumulate()`", _accumulate),
     "ddp": Way("DDP `no_sync`, bucket views", _ddp),
-    "ddp-fused": Way("the same, `AdamW(fused=True)`", lambda s: _ddp(s, fused=True)),
-    "ddp-compiled": Way("the same, model compiled", lambda s: _ddp(s, fused=True, forward=True)),
+    "ddp-fused": Way("DDP `no_sync`, `AdamW(fused=True)`", lambda s: _ddp(s, fused=True)),
+    "ddp-compiled": Way(
+        "DDP `no_sync`, fused, model compiled", lambda s: _ddp(s, fused=True, forward=True)
+    ),
     "ddp-compiled-update": Way(
         "DDP `no_sync`, model and optimizer step compiled",
         lambda s: _ddp(s, forward=True, update=True),
