@@ -4,6 +4,10 @@ foreach_norm([a, b], 2)[i]   ->   sqrt(sum(a * a))    part of the loop that make
                                                       opaque, and reads values that were stored for it
 copy_(acc, acc + g), last    ->   the same, right behind the sum: the gradient's memory is free for the next one
 copy_(acc, acc + mm(a, b))   ->   add_product(acc, a, b): the product adds itself to the sum, and is never stored
+
+And what it would round:
+
+add(a, b, alpha=item(t))     ->   add(a, mul(b, t)), for a number t in float64
 """
 
 from __future__ import annotations
@@ -15,10 +19,19 @@ import torch
 from torch.fx import GraphModule, Node
 
 from gradsync_fx.draft import emit
-from gradsync_fx.ops import argument
+from gradsync_fx.ops import ITEM, argument
 
 
 _aten = torch.ops.aten
+# Ops of two tensors that take a number for the second one, too.
+_OF_TENSORS = (_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor)
+# Those with a factor (alpha, value) before their second term: what adds it, and what makes it of two others.
+_SCALED = {
+    _aten.add.Tensor: (_aten.add.Tensor, None),
+    _aten.sub.Tensor: (_aten.sub.Tensor, None),
+    _aten.addcmul.default: (_aten.add.Tensor, _aten.mul.Tensor),
+    _aten.addcdiv.default: (_aten.add.Tensor, _aten.div.Tensor),
+}
 _LIBRARY = torch.library.Library("gradsync_fx", "FRAGMENT")
 _LIBRARY.define("add_product(Tensor(a!) total, Tensor a, Tensor b) -> ()")
 # Below, the product's time is the call's.
@@ -56,6 +69,38 @@ def norms_as_sums(module: GraphModule, fake_mode: Any) -> None:
             graph.erase_node(item)
         if not many.users:
             graph.erase_node(many)
+
+
+def numbers_as_tensors(module: GraphModule, fake_mode: Any) -> None:
+    """Numbers read of a float64 tensor stay tensors where they meet float64 values: Inductor's kernels take float."""
+    graph = module.graph
+    for item in graph.find_nodes(op="call_function", target=ITEM):
+        holder = argument(item, 0)
+        if holder.meta["val"].dtype is not torch.float64 or holder.meta["val"].dim():
+            continue
+        for user in list(item.users):
+            value = user.meta.get("val")
+            if isinstance(value, torch.Tensor) and value.dtype is torch.float64:
+                _take_tensor(module, fake_mode, user, item, holder)
+        if not item.users:
+            graph.erase_node(item)
+
+
+def _take_tensor(
+    module: GraphModule, fake_mode: Any, user: Node, number: Node, tensor: Node
+) -> None:
+    graph = module.graph
+    if user.target in _SCALED and list(user.kwargs.values()) == [number]:
+        total, product = _SCALED[user.target]
+        first, *factors = user.args
+        with graph.inserting_before(user):
+            term = emit(graph, fake_mode, product, tuple(factors), {}) if product else factors[0]
+            term = emit(graph, fake_mode, _aten.mul.Tensor, (term, tensor), {})
+            value = emit(graph, fake_mode, total, (first, term), {})
+        user.replace_all_uses_with(value)
+        graph.erase_node(user)
+    elif user.target in _OF_TENSORS and not user.kwargs and argument(user, 1) is number:
+        user.update_arg(1, tensor)
 
 
 def resets(module: GraphModule) -> dict[Node, Node]:

@@ -22,7 +22,7 @@ from gradsync_fx._torch import (
     tracing,
 )
 from gradsync_fx.compile_once import compile_once
-from gradsync_fx.fusible import add_products, norms_as_sums, write_early
+from gradsync_fx.fusible import add_products, norms_as_sums, numbers_as_tensors, write_early
 from gradsync_fx.inlining import copy_module, inline_bodies
 from gradsync_fx.kernels import Cut, cut_updates, run_calls
 from gradsync_fx.options import LEVERS, Options
@@ -84,6 +84,8 @@ def _inductor(program: Program, fake_mode: Any, options: Options) -> Compiled:
     write_early(module)
 
     def compiled(module: GraphModule, inputs: list[Any], fake_mode: Any) -> Compiled:
+        numbers_as_tensors(module, fake_mode)
+        module.recompile()  # Inductor's cache knows a module by its code
         shared = "shared_compile" in levers
         with compile_once(module, inputs, patches) if shared else nullcontext():
             return _compiled(module, inputs, fake_mode, patches)

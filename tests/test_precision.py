@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tests.drive import quick, step_of
+import gradsync_fx
+from tests.drive import plain_step, quick, step_of
 from tests.models import Lin, mlp
+from tests.optimizers import OPTIMIZERS
 from tests.reference import regression
 from tests.scenarios import precision
 from tests.workers import Ranks
@@ -104,3 +106,21 @@ def test_ddps_compression_hook_is_a_wire(ranks: Ranks) -> None:
     for found in ranks(precision.compressed, "fp16_compress_hook"):
         assert found["bytes"] * 2 == found["plain_bytes"]
         torch.testing.assert_close(found["ours"], found["eager"], atol=2e-3, rtol=0)
+
+
+@pytest.mark.inductor
+@pytest.mark.captured
+@pytest.mark.parametrize("name", ["SGD", "momentum", "AdamW"])
+def test_float64_stays_float64_under_inductor(name: str) -> None:
+    """Learning rates and bias corrections included, which Inductor would hand to its kernels as float."""
+    made = []
+    for compiled in (True, False):
+        torch.manual_seed(0)
+        model = mlp().double()
+        optimizer = OPTIMIZERS[name](model.parameters())
+        step = gradsync_fx.optimize(plain_step) if compiled else plain_step
+        for x, y in regression(1, 3)[0]:
+            step(model, optimizer, x.double(), y.double())
+        made.append([p.detach() for p in model.parameters()])
+    for ours, eager in zip(*made, strict=True):
+        torch.testing.assert_close(ours, eager, atol=1e-14, rtol=1e-13)
