@@ -264,7 +264,7 @@ def test_hostile_names_are_text(page: Page, report: dict[str, Any]) -> None:
 
 def test_hostile_names_of_a_step_and_its_file_are_text(browser: Chrome, tmp_path: Path) -> None:
     """Not put into a report: a function and a file that are really called so."""
-    where = f"/work/{HOSTILE_LINE.removesuffix(':7')}"
+    where = f"/home/{HOSTILE_LINE.removesuffix(':7')}"
     names: dict[str, Any] = {"nn": nn}
     body = inspect.getsource(train_step).partition("\n")[2]
     source = f"def train_step(model, optimizer, x, y):\n{body}"
