@@ -50,9 +50,8 @@ class Way:
 
     title: str
     build: Callable[[Setting], MicroStep]
-    tolerance: float = (
-        5e-3  # DDP with and without a compiled ResNet was seen to drift apart by 3e-3
-    )
+    # DDP with and without a compiled ResNet was seen to drift apart by 3e-3.
+    tolerance: float = 5e-3
     peer: bool = True
     reduces: bool = True
 
