@@ -6,19 +6,22 @@ graph, Dynamo has cut the step at `backward` and at the optimizer: too late. So 
 
 torch.compile -> lookup: `gradsync` of this module -> torch._dynamo.optimize(backend) -> a `BackendStep`
 
-The patch lives from the lookup to that call.
+The patch lives from the lookup to that call. Whoever else loads the entry point, as a tool that lists plugins, patches
+nothing.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import nn
 
-from gradsync_fx._torch import compile_fx, dynamo, dynamo_backends, dynamo_compilers
+from gradsync_fx._torch import compile_fx, dynamo, dynamo_backends, dynamo_compilers, lookup_backend
 from gradsync_fx.api import OptimizedStep
 from gradsync_fx.callers import warn_user
 from gradsync_fx.errors import GradSyncWarning, NoGradientError, OptionError, WindowError
@@ -68,8 +71,16 @@ def __getattr__(name: str) -> Any:
     if name != NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     backend = _Backend()
-    _take_the_next_compilation(backend)
+    if _torch_is_looking():
+        _take_the_next_compilation(backend)
     return backend
+
+
+def _torch_is_looking() -> bool:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not lookup_backend.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 class _Backend:

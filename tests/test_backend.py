@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
 import warnings
@@ -81,6 +82,17 @@ def test_torch_is_as_before() -> None:
         assert torch.equal(doubled(torch.ones(2)), torch.full((2,), 2.0))
         assert (first.pending, second.pending) == ((i + 1) % 2, (i + 1) % 3)
     assert (dynamo.optimize, dict(dynamo_compilers), dynamo_backends["gradsync"]) == before
+
+
+def test_loading_the_entry_point_by_hand_patches_nothing() -> None:
+    """As a tool that lists plugins does, and our own `doctor`."""
+    before = dynamo.optimize
+    (entry,) = importlib.metadata.entry_points(group="torch_dynamo_backends", name="gradsync")
+    assert entry.load().__name__ == "gradsync"
+    assert dynamo.optimize is before
+    first = compiled()
+    assert dynamo.optimize is before
+    assert isinstance(first, gradsync_fx.OptimizedStep)
 
 
 def test_as_a_decorator_and_as_a_method() -> None:
