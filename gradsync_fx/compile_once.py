@@ -1,9 +1,12 @@
 """Processes of one host compile a program once: the first does, the others wait, and load it from Inductor's cache.
 
-rank 0   lock, compile, store, unlock
-rank 1   lock ................ (waits)  load, unlock
+rank 0   lock, compile, store, mark, unlock
+rank 1   lock ...................... (waits)  unlock, load
+rank 2   lock ...................... (waits)  unlock, load
 
 The lock is the operating system's, on a file beside the cache: it is free as soon as its holder ends, however it ends.
+With the mark, ranks load side by side; also in the next run. A mark that says too much, as the cache was emptied round
+it, costs a second compilation, no more.
 """
 
 from __future__ import annotations
@@ -34,16 +37,21 @@ def compile_once(
 ) -> Iterator[None]:
     """The block compiles `module`, by Inductor with these patches; no other process of this host does so meanwhile.
 
-    After `patience` seconds the block runs all the same: whoever holds the lock is stuck, and the work is done twice.
+    Where another one has done it, the block is held up by nobody: it loads. After `patience` seconds it
+    runs all the same: whoever holds the lock is stuck, and the work is done twice.
     """
     if not inductor_config.fx_graph_cache or inductor_config.force_disable_caches:
         yield  # nothing to load from
         return
     folder = Path(inductor_cache_dir(), "gradsync_fx")
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / f"{_fingerprint(module, inputs, patches)}.lock", patience)
+    name = _fingerprint(module, inputs, patches)
+    mark, lock = folder / f"{name}.done", FileLock(folder / f"{name}.lock", patience)
     try:
-        lock.acquire()
+        if not mark.exists():
+            lock.acquire()
+        if mark.exists():
+            lock.release()
     except Timeout:
         log.warning(
             "another process of this host has been compiling the same program for %.0f s: compiling it here as well",
@@ -51,6 +59,7 @@ def compile_once(
         )
     try:
         yield
+        mark.touch()
     finally:
         lock.release()
 
@@ -61,5 +70,5 @@ def _fingerprint(module: GraphModule, inputs: list[Any], patches: Mapping[str, A
         (v.dtype, v.device, v.shape, v.stride()) if isinstance(v, torch.Tensor) else v
         for v in inputs
     ]
-    text = f"{module.code}{forms}{sorted(patches.items())}"
+    text = f"{torch.__version__}{module.code}{forms}{sorted(patches.items())}"
     return hashlib.sha256(text.encode()).hexdigest()

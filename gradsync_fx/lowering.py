@@ -86,9 +86,7 @@ def _inductor(program: Program, fake_mode: Any, options: Options) -> Compiled:
     def compiled(module: GraphModule, inputs: list[Any], fake_mode: Any) -> Compiled:
         numbers_as_tensors(module, fake_mode)
         module.recompile()  # Inductor's cache knows a module by its code
-        shared = "shared_compile" in levers
-        with compile_once(module, inputs, patches) if shared else nullcontext():
-            return _compiled(module, inputs, fake_mode, patches)
+        return _compiled(module, inputs, fake_mode, patches, "shared_compile" in levers)
 
     main = compiled(module, program.inputs(), fake_mode)
     if not cut.calls:
@@ -116,7 +114,7 @@ def _patches(options: Options) -> dict[str, Any]:
 
 
 def _compiled(
-    module: GraphModule, inputs: list[Any], fake_mode: Any, patches: dict[str, Any]
+    module: GraphModule, inputs: list[Any], fake_mode: Any, patches: dict[str, Any], shared: bool
 ) -> Compiled:
     # A fresh context: strides that another program left in it would be taken for this one's. Inductor's passes make
     # tensors of their own, as if called by AOTAutograd: with the fake mode in force.
@@ -130,5 +128,6 @@ def _compiled(
         (out,) = module.graph.find_nodes(op="output")
         visible = [i for i, v in enumerate(output_values(module)) if isinstance(v, torch.fx.Node)]
         out.meta["user_visible_output_idxs"] = visible
-        compiled: Compiled = compile_fx_inner(module, inputs)
+        with compile_once(module, inputs, patches) if shared else nullcontext():
+            compiled: Compiled = compile_fx_inner(module, inputs)
     return compiled

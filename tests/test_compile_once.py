@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,11 @@ def module(factor: float = 2.0) -> GraphModule:
 
 
 def lock_of(folder: Path) -> Path:
-    """The one lock that `compile_once` made."""
+    """The lock that `compile_once` made; the program counts as not compiled."""
     with compile_once(module(), [torch.ones(2)], {}):
         (file,) = folder.iterdir()
+    (mark,) = folder.glob("*.done")
+    mark.unlink()
     return file
 
 
@@ -61,7 +64,32 @@ def test_equal_programs_wait_for_each_other_and_others_do_not(folder: Path) -> N
         for factor, patches in ((3.0, {}), (2.0, {"fallback_random": True})):
             with compile_once(module(factor), forms[0], patches, patience=0):
                 pass
-    assert len(list(folder.iterdir())) == 6
+    assert len(list(folder.glob("*.lock"))) == len(list(folder.glob("*.done"))) == 6
+
+
+def test_what_is_compiled_is_loaded_side_by_side(folder: Path) -> None:
+    with compile_once(module(), [torch.ones(2)], {}):
+        (lock,) = folder.iterdir()
+    with compile_once(module(), [torch.ones(2)], {}), FileLock(lock, timeout=0):
+        pass
+
+
+def test_those_who_waited_load_side_by_side(folder: Path) -> None:
+    inside = threading.Barrier(2, timeout=60)
+
+    def load() -> None:
+        with compile_once(module(), [torch.ones(2)], {}):
+            inside.wait()
+
+    waiting = [threading.Thread(target=load) for _ in range(2)]
+    with compile_once(module(), [torch.ones(2)], {}):
+        for thread in waiting:
+            thread.start()
+        time.sleep(0.2)
+        assert inside.n_waiting == 0
+    for thread in waiting:
+        thread.join()
+    assert not inside.broken
 
 
 def test_a_holder_that_is_stuck_is_waited_for_only_so_long(
@@ -101,6 +129,7 @@ def test_the_lock_is_free_after_an_error(folder: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         fail()
+    assert not list(folder.glob("*.done"))
     with FileLock(lock_of(folder), timeout=0):
         pass
 
