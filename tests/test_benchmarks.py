@@ -73,10 +73,20 @@ def test_table_of_ways(tmp_path: Path) -> None:
         (["--windows", "0"], "'0' is not a number of at least 1"),
     ],
 )
-def test_wrong_arguments(arguments: list[str], complaint: str) -> None:
-    done = run("gradient_sync_table.py", *arguments)
-    assert done.returncode == 2
-    assert complaint in done.stderr
+def test_wrong_arguments(
+    arguments: list[str],
+    complaint: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from gradient_sync_table import arguments as parse  # type: ignore[import-not-found]
+
+    monkeypatch.setattr(sys, "argv", ["gradient_sync_table.py", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        parse()
+    assert ended.value.code == 2
+    assert complaint in capsys.readouterr().err
 
 
 def test_growth_with_depth(tmp_path: Path) -> None:
