@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from types import FrameType
 
 import torch
 
@@ -25,10 +26,17 @@ def is_users(file: str) -> bool:
 
 def warn_user(message: str, category: type[Warning]) -> None:
     """`warnings.warn` at the user's line, however many calls of libraries are between."""
-    level, frame = 1, sys._getframe()
+    warnings.warn(message, category, stacklevel=len(up_to_users()))
+
+
+def up_to_users() -> list[FrameType]:
+    """The calling frame, the one that called it, and so on to the nearest of the user's; all, where none is."""
+    frame = sys._getframe(1)
+    found = [frame]
     while frame.f_back is not None and not is_users(frame.f_code.co_filename):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(message, category, stacklevel=level)
+        frame = frame.f_back
+        found.append(frame)
+    return found
 
 
 def _folder(file: str | None) -> str:

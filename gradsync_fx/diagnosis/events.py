@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass
-from types import FrameType
 
-from gradsync_fx.callers import is_users
+from gradsync_fx.callers import is_users, up_to_users
 from gradsync_fx.diagnosis.graph import Division
 
 
@@ -90,12 +88,7 @@ class Sent(Event):
 
 def user_line() -> tuple[str, bool]:
     """Where the user's code is now, and whether Accelerate is what called from there."""
-    frame: FrameType | None = sys._getframe(1)
-    accelerate = False
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if is_users(file):
-            return f"{file}:{frame.f_lineno}", accelerate
-        accelerate |= f"{os.sep}accelerate{os.sep}" in file
-        frame = frame.f_back
-    return "unknown place:0", accelerate
+    *libraries, last = up_to_users()
+    file = last.f_code.co_filename
+    line = f"{file}:{last.f_lineno}" if is_users(file) else "unknown place:0"
+    return line, any(f"{os.sep}accelerate{os.sep}" in f.f_code.co_filename for f in libraries)
