@@ -75,14 +75,14 @@ def test_what_is_compiled_is_loaded_side_by_side(folder: Path) -> None:
 
 
 def test_those_who_waited_load_side_by_side(folder: Path) -> None:
-    inside = threading.Barrier(2, timeout=60)
+    inside, same = threading.Barrier(2, timeout=60), module()
 
     def load() -> None:
-        with compile_once(module(), [torch.ones(2)], {}):
+        with compile_once(same, [torch.ones(2)], {}):
             inside.wait()
 
     waiting = [threading.Thread(target=load) for _ in range(2)]
-    with compile_once(module(), [torch.ones(2)], {}):
+    with compile_once(same, [torch.ones(2)], {}):
         for thread in waiting:
             thread.start()
         time.sleep(0.2)
