@@ -12,9 +12,8 @@ nothing.
 
 from __future__ import annotations
 
-import sys
+import traceback
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -77,10 +76,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _torch_is_looking() -> bool:
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not lookup_backend.__code__:
-        frame = frame.f_back
-    return frame is not None
+    return any(f.f_code is lookup_backend.__code__ for f, _ in traceback.walk_stack(None))
 
 
 class _Backend:

@@ -37,8 +37,8 @@ def compile_once(
 ) -> Iterator[None]:
     """The block compiles `module`, by Inductor with these patches; no other process of this host does so meanwhile.
 
-    Where another one has done it, the block is held up by nobody: it loads. After `patience` seconds it
-    runs all the same: whoever holds the lock is stuck, and the work is done twice.
+    Where another one has done it, the block is held up by nobody: it loads. After `patience` seconds it runs all the
+    same: whoever holds the lock is stuck, and the work is done twice.
     """
     if not inductor_config.fx_graph_cache or inductor_config.force_disable_caches:
         yield  # nothing to load from
@@ -65,7 +65,7 @@ def compile_once(
 
 
 def _fingerprint(module: GraphModule, inputs: list[Any], patches: Mapping[str, Any]) -> str:
-    """Equal for equal programs. Two that share one by accident only wait for each other."""
+    """Equal for equal programs. Two that share one by accident wait for each other, or do not: no more."""
     forms = [
         (v.dtype, v.device, v.shape, v.stride()) if isinstance(v, torch.Tensor) else v
         for v in inputs

@@ -75,11 +75,11 @@ def test_what_is_compiled_is_loaded_side_by_side(folder: Path) -> None:
 
 
 def test_those_who_waited_load_side_by_side(folder: Path) -> None:
-    inside, same = threading.Barrier(2, timeout=60), module()
+    inside, same, loaded = threading.Barrier(2, timeout=60), module(), list[int]()
 
     def load() -> None:
         with compile_once(same, [torch.ones(2)], {}):
-            inside.wait()
+            loaded.append(inside.wait())
 
     waiting = [threading.Thread(target=load) for _ in range(2)]
     with compile_once(same, [torch.ones(2)], {}):
@@ -90,6 +90,7 @@ def test_those_who_waited_load_side_by_side(folder: Path) -> None:
     for thread in waiting:
         thread.join()
     assert not inside.broken
+    assert sorted(loaded) == [0, 1]
 
 
 def test_a_holder_that_is_stuck_is_waited_for_only_so_long(
