@@ -15,6 +15,8 @@ from gradsync_fx.errors import GradSyncWarning, WindowError
 from gradsync_fx.flat import allocate
 from gradsync_fx.options import Options
 from gradsync_fx.planning import accumulator_dtype, part_of
+from gradsync_fx.shareable import bytes_of
+from gradsync_fx.shared_memory import Room, open_room
 from gradsync_fx.state import check_fits, foreign_state
 
 
@@ -37,16 +39,23 @@ class Accumulators:
     def make_room(self, captured: CapturedStep, options: Options) -> None:
         """An accumulator for every leaf of a new capture; saved sums that waited for it come in."""
         leaves = captured.capture.step.leaves
+        room = open_room(bytes_of(captured.shareable, leaves, options))
         for bucket in captured.plan.buckets:
-            self._make_bucket({leaves[i].name: leaves[i].parameter for i in bucket.leaves}, options)
+            self._make_bucket(
+                {leaves[i].name: leaves[i].parameter for i in bucket.leaves},
+                options,
+                room if bucket in captured.shareable else None,
+            )
         self.make({}, captured.capture.parameters, options)
 
-    def _make_bucket(self, wanted: Mapping[str, torch.Tensor], options: Options) -> None:
+    def _make_bucket(
+        self, wanted: Mapping[str, torch.Tensor], options: Options, room: Room | None
+    ) -> None:
         """New sums of one bucket, of one dtype, as views of one flat tensor; those of other layouts by themselves."""
         fresh = {n: p for n, p in wanted.items() if n not in self.sums and p.is_contiguous()}
         if fresh:
             dtype = accumulator_dtype(next(iter(fresh.values())), options)
-            views = allocate(list(fresh.values()), dtype)
+            views = allocate(list(fresh.values()), dtype, room)
             for (name, parameter), view in zip(fresh.items(), views, strict=True):
                 self._keep(name, parameter, view, options)
         for name, parameter in wanted.items():

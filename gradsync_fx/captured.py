@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from gradsync_fx._torch import compile_lock
 from gradsync_fx.capture import Capture
 from gradsync_fx.dividing import Divisors
 from gradsync_fx.errors import CaptureError, GradSyncWarning, UpdateError
+from gradsync_fx.flat import joined
 from gradsync_fx.integrity import Integrity
 from gradsync_fx.journal import Journal
 from gradsync_fx.lowering import Compiled, as_it_is, decompositions, lower
@@ -34,7 +36,10 @@ from gradsync_fx.planning import (
 )
 from gradsync_fx.presence import compiling
 from gradsync_fx.program import Kind, Program
+from gradsync_fx.ranks import Line
 from gradsync_fx.regions import check_weights, find_regions
+from gradsync_fx.shareable import find_shareable
+from gradsync_fx.side_by_side import SharedBuckets, find_shared
 from gradsync_fx.traces import artifact
 from gradsync_fx.updates import Binding
 from gradsync_fx.wire import forget
@@ -75,6 +80,8 @@ class CapturedStep:
             capture, self.regions, self.setting, options, leaf_parts, by_name=True
         )
         self.layout = layout_fingerprint(capture, ready)
+        self.shareable = find_shareable(capture, self.setting, options, ready)
+        self._shared: SharedBuckets | None = None
         group = self.setting.group
         self.plan = Plan(
             step=capture.step,
@@ -125,6 +132,25 @@ class CapturedStep:
     def layout_for(self, in_window: Collection[str]) -> int:
         """The layout of the buckets; 0 where the open window holds a gradient that has no place in them."""
         return self.layout if set(in_window) <= set(self.names) else 0
+
+    @property
+    def settled(self) -> bool:
+        """Whether it knows what it shares with other ranks, or has nothing to share."""
+        return self._shared is not None or not self.shareable
+
+    @contextmanager
+    def side_by_side(self, line: Line, *, settled: bool) -> Iterator[None]:
+        """For a program that all ranks run: the buckets that they share in memory are added up there.
+
+        settled: whether all ranks know which ones; if not, all ranks ask.
+        """
+        if line.group is not None and not settled:
+            leaves, sums = self.capture.step.leaves, self.plan.accumulators
+            flats = [joined([sums[leaves[i].name] for i in b.leaves]) for b in self.shareable]
+            self._shared = find_shared(line, line.group.group_name, flats)
+            log.info("%d of %d buckets are shared in memory", len(self._shared), len(flats))
+        with nullcontext() if self._shared is None else self._shared.in_use():
+            yield
 
     @property
     def weighs(self) -> bool:

@@ -168,6 +168,7 @@ class Executor:
             optimizer_step=self.window.optimizer_step,
             layout=captured.layout_for(self.accumulators.in_window),
             discards=self._discards,
+            settled=captured.settled,
             weights=self._weights(captured, after),
         )
         with self.integrity.among_ranks(alone=self._line.group is None):
@@ -218,10 +219,11 @@ class Executor:
             updated = self._close_in_turn(captured, meeting)
         elif meeting.uniform and all(totals[part] > 0 for part in closing):
             updated, divisors = closing, self._divisors(totals)
-            if args is not None:
-                results = captured.micro_step(args, closing, divisors)
-            else:
-                captured.tail(closing, divisors)
+            with captured.side_by_side(self._line, settled=all(p.settled for p in meeting.ranks)):
+                if args is not None:
+                    results = captured.micro_step(args, closing, divisors)
+                else:
+                    captured.tail(closing, divisors)
             self.window = after
         else:
             if args is not None:

@@ -10,11 +10,18 @@ from collections.abc import Sequence
 
 import torch
 
+from gradsync_fx.shared_memory import Room
 
-def allocate(forms: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Zeros of these shapes, on the first one's device, in one stretch of memory."""
+
+def allocate(
+    forms: Sequence[torch.Tensor], dtype: torch.dtype, room: Room | None = None
+) -> list[torch.Tensor]:
+    """Zeros of these shapes in one stretch of memory: of this room, by default of the first one's device."""
     counts = [form.numel() for form in forms]
-    flat = torch.zeros(sum(counts), dtype=dtype, device=forms[0].device)
+    if room is None:
+        flat = torch.zeros(sum(counts), dtype=dtype, device=forms[0].device)
+    else:
+        flat = room.take(sum(counts), dtype)
     parts = flat.split(counts)
     return [part.view(form.shape) for part, form in zip(parts, forms, strict=True)]
 

@@ -18,8 +18,8 @@ from gradsync_fx.errors import OptionError
 MANUAL = "manual"
 REDUCTIONS = ("mean", "sum", "weighted")
 BROADCASTS = ("window_start", "never", "every")
-# What makes a program faster and not another one (lowering.py, compile_once.py).
-LEVERS = ("overlap", "in_place", "products", "updates", "shared_compile")
+# What makes a program faster and not another one (lowering.py, shareable.py, compile_once.py).
+LEVERS = ("overlap", "in_place", "shared_memory", "products", "updates", "shared_compile")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,8 +31,9 @@ class Position:
 
     kind: of its call. runs: whether it has data for it. k: 0 where the step decides. pending: micro-steps of the
     window, this call included. closing: the parts that the call closes, as bits. layout: of its buckets; 0 where no
-    one layout holds the window's gradients, `EAGER` where the step runs eagerly. weights: of each part's terms on this
-    rank; where weights are known only when a micro-step has run, without this call's.
+    one layout holds the window's gradients, `EAGER` where the step runs eagerly. settled: whether it knows which of
+    these buckets lie in memory that all ranks reach. weights: of each part's terms on this rank; where weights are
+    known only when a micro-step has run, without this call's.
     """
 
     kind: int
@@ -43,6 +44,7 @@ class Position:
     optimizer_step: int
     layout: int
     discards: int
+    settled: int
     weights: tuple[float, ...]
 
 
@@ -89,6 +91,10 @@ class Line:
     group: ProcessGroup | None
     timeout: float | None
 
+    @property
+    def rank(self) -> int:
+        return 0 if self.group is None else dist.get_rank(self.group)
+
     def gather(self, values: Sequence[float], *, where: str = "") -> list[list[float]]:
         """Every rank's numbers, in rank order. float64: integers are exact up to 2**53."""
         if self.group is None:
@@ -104,7 +110,7 @@ class Line:
         assert self.group is not None
         name = self.group.group_name
         try:
-            if self.timeout is not None or _is_gloo(self.group):
+            if self.timeout is not None or is_gloo(self.group):
                 self._look_round_until_it_came(work, where)
             work.wait()
         except RuntimeError as failure:
@@ -146,7 +152,7 @@ class Line:
     def meet(self, mine: Position) -> Meeting:
         """Every rank's position. Raises `RanksDisagreeError`, on every rank, when windows differ."""
         fixed = [mine.kind, mine.runs, mine.k, mine.pending, mine.closing, mine.optimizer_step]
-        numbers = [*fixed, mine.layout, mine.discards, *mine.weights]
+        numbers = [*fixed, mine.layout, mine.discards, mine.settled, *mine.weights]
         rows = self.gather(numbers, where=self.place(mine.pending, mine.k, mine.optimizer_step))
         everyone = [_position(row) for row in rows]
         if self.group is not None:
@@ -156,12 +162,13 @@ class Line:
     def place(self, pending: int, k: int, optimizer_step: int) -> str:
         """Where this rank stands, for people."""
         place = f"micro-step {pending}/{k or '?'} of update {optimizer_step + 1}"
-        return f"rank {_rank(self.group)} is at {place}"
+        return f"rank {self.rank} is at {place}"
 
 
 def _position(row: list[float]) -> Position:
-    kind, runs, k, pending, closing, update, layout, discards = (int(v) for v in row[:8])
-    return Position(kind, runs, k, pending, closing, update, layout, discards, tuple(row[8:]))
+    kind, runs, k, pending, closing, update, layout, discards, settled = (int(v) for v in row[:9])
+    weights = tuple(row[9:])
+    return Position(kind, runs, k, pending, closing, update, layout, discards, settled, weights)
 
 
 def _check(everyone: list[Position]) -> None:
@@ -217,16 +224,13 @@ def _disagree(
     )
 
 
-def _rank(group: ProcessGroup | None) -> int:
-    return 0 if group is None else dist.get_rank(group)
-
-
-def _is_gloo(group: ProcessGroup) -> bool:
+def is_gloo(group: ProcessGroup) -> bool:
+    """Whether its collectives run on the host."""
     return "gloo" in dist.get_backend(group)
 
 
 def _device(group: ProcessGroup) -> torch.device:
-    return torch.device("cpu") if _is_gloo(group) else torch.device("cuda")
+    return torch.device("cpu") if is_gloo(group) else torch.device("cuda")
 
 
 def _came_within(work: dist.Work, seconds: float) -> bool:

@@ -4,7 +4,7 @@ start(sums, "sum", group, wire dtype)     the flat tensor below the sums (flat.p
 wait(sums)                                from here on they are reduced
 
 Sums that do not lie in one stretch (a bucket by name, saved sums of another layout) are joined, and copied back. A wire
-of another dtype is a copy of the bucket.
+of another dtype is a copy of the bucket. What the ranks of one machine share never goes out (side_by_side.py).
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import torch
 
 from gradsync_fx.flat import joined
 from gradsync_fx.ops import ALL_REDUCE_IN_PLACE, WAIT
+from gradsync_fx.side_by_side import SharedBuckets, shared_buckets
 
 
 _LIBRARY = torch.library.Library("gradsync_fx", "FRAGMENT")
 _LIBRARY.define("start(Tensor(a!)[] sums, str op, str group, ScalarType wire) -> ()")
 _LIBRARY.define("wait(Tensor(a!)[] sums) -> ()")
 
-# What is under way, by the place of the first sum.
-_travelling: dict[int, torch.Tensor] = {}
+# What is under way, and among whom if it is shared, by the place of the first sum.
+_travelling: dict[int, tuple[torch.Tensor, SharedBuckets | None]] = {}
 
 
 def forget(sums: Iterable[torch.Tensor]) -> None:
@@ -36,12 +37,18 @@ def _start(sums: list[torch.Tensor], op: str, group: str, wire: torch.dtype) -> 
     if flat is None:
         flat = torch.cat([total.reshape(-1) for total in sums])
     flat = flat.to(wire)
-    ALL_REDUCE_IN_PLACE(flat, op, group)
-    _travelling[sums[0].data_ptr()] = flat
+    shared = shared_buckets()
+    if shared is None or not shared.start(flat):
+        ALL_REDUCE_IN_PLACE(flat, op, group)
+        shared = None
+    _travelling[sums[0].data_ptr()] = flat, shared
 
 
 def _wait(sums: list[torch.Tensor]) -> None:
-    reduced = _travelling.pop(sums[0].data_ptr())
+    reduced, shared = _travelling.pop(sums[0].data_ptr())
+    if shared is not None:
+        shared.wait(reduced)
+        return
     WAIT(reduced)
     flat = joined(sums)
     if flat is None:

@@ -11,7 +11,7 @@ import gradsync_fx
 
 ROOT = Path(gradsync_fx.__file__).parent
 LAYERS = [
-    ["errors", "version"],
+    ["errors", "shared_memory", "version"],
     [
         "integrity",
         "lost",
@@ -42,7 +42,6 @@ LAYERS = [
     [
         "program",
         "flow",
-        "wire",
         "observed",
         "journal",
         "refusals",
@@ -56,6 +55,7 @@ LAYERS = [
     [
         "later",
         "replicas",
+        "side_by_side",
         "canonicalize",
         "eager.discovery",
         "diagnosis.windows",
@@ -66,6 +66,7 @@ LAYERS = [
         "regions",
         "bodies",
         "state",
+        "wire",
         "inspection.costs",
         "diagnosis.rules_of_gradients",
     ],
@@ -92,7 +93,7 @@ LAYERS = [
         "fusible",
         "inspection.report",
     ],
-    ["kernels", "overlap"],
+    ["kernels", "overlap", "shareable"],
     ["lowering"],
     ["passes.bucket", "passes.update"],
     ["passes.weigh"],

@@ -49,8 +49,11 @@ class EagerStep:
     """One user function with the objects that it was found to touch.
 
     why: the error that kept it from being captured. deeds: what the latest call did with its gradients. weighs: as in
-    `CapturedStep`. sums: the window's, by parameter name. trained: parameters that ever received a gradient.
+    `CapturedStep`. sums: the window's, by parameter name. trained: parameters that ever received a gradient. settled:
+    it has nothing to share in memory.
     """
+
+    settled = True
 
     def __init__(
         self,
