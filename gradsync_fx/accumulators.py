@@ -23,15 +23,17 @@ from gradsync_fx.state import check_fits, foreign_state
 class Accumulators:
     """One tensor for each parameter that ever received a gradient, in float32 or wider unless asked otherwise.
 
-    weights: running weight of each part, used where weights are known only when a micro-step has run. in_window: the
-    parameters with a term in the open window.
+    weights: running weight of each part, used where weights are known only when a micro-step has run. A micro-step
+    of weight 0 (not finite, or without a token) gave no term: it is as if it had not been.
     """
 
     def __init__(self, parts: int) -> None:
         self.sums: dict[str, torch.Tensor] = {}
         self.weights: dict[int, torch.Tensor] = dict.fromkeys(range(parts), torch.zeros(()))
         self.parameters: dict[str, torch.Tensor] = {}
-        self.in_window: dict[str, None] = {}
+        self._in_window: dict[str, None] = {}
+        self._unread: list[tuple[Collection[str], dict[int, torch.Tensor]]] = []
+        self._read = dict.fromkeys(self.weights, 0.0)
         self.restored: dict[str, torch.Tensor] = {}
         self._part_of: dict[str, int] = {}
         self._trainable: dict[str, bool] = {}
@@ -127,18 +129,44 @@ class Accumulators:
             if weight.dtype is not torch.float64 or weight.device != device:
                 self.weights[part] = weight.to(device=device, dtype=torch.float64, copy=True)
 
+    @property
+    def in_window(self) -> dict[str, None]:
+        """The parameters with a term in the open window. Reads weights that nobody looked at yet from their device."""
+        for names, weights in self._unread:
+            for part, weight in weights.items():
+                before, self._read[part] = self._read[part], float(weight)
+                if self._read[part] > before:
+                    mine = (name for name in names if self._part_of[name] == part)
+                    self._in_window.update(dict.fromkeys(mine))
+        self._unread.clear()
+        return self._in_window
+
+    @in_window.setter
+    def in_window(self, names: Collection[str]) -> None:
+        """As saved, beside the weights that were saved with it."""
+        self._unread.clear()
+        self._in_window = dict.fromkeys(names)
+        self._read = {part: float(weight) for part, weight in self.weights.items()}
+
     def names(self, parts: Collection[int]) -> list[str]:
         """Parameters of these parts with a term in the open window."""
         return [name for name in self.in_window if self._part_of[name] in parts]
 
-    def added(self, names: Collection[str]) -> None:
-        """A micro-step put its terms for these parameters in."""
-        self.in_window.update(dict.fromkeys(names))
+    def added(self, names: Collection[str], *, weighed: bool) -> None:
+        """A micro-step put its terms for these parameters in. weighed: unless its weight, added already, is 0."""
+        if (
+            weighed
+        ):  # read when somebody asks: a call that closes nothing doesn't wait for its device
+            now = {part: weight.clone() for part, weight in self.weights.items()}
+            self._unread.append((names, now))
+        else:
+            self._in_window.update(dict.fromkeys(names))
 
     def closed(self, parts: Collection[int]) -> None:
         """These parts start anew; their sums were reset by the program that closed them."""
         for name in self.names(parts):
-            del self.in_window[name]
+            del self._in_window[name]
+        self._read.update(dict.fromkeys(parts, 0.0))
         if not self.in_window:
             self._trainable.clear()
 

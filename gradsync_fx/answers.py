@@ -119,12 +119,15 @@ def backward(
     args = [self, TupleVariable(leaves)] + ([] if is_none(gradient) else [gradient])
     grads = call(tx, torch.autograd.grad, *args, **kwargs)
     note(tx, self.call_method(tx, "detach", [], {}), Role.LOSS)
+    demanded = {id(parameter): parameter for parameter in observed().demanded}
     with no_grad(tx):
         for i, var in enumerate(leaves):
             grad = grads.call_method(tx, "__getitem__", [const(i)], {})
-            if not is_none(grad):
-                _add_gradient(tx, var, real_of.get(var), grad)
-        for parameter in observed().demanded:
+            real = real_of.get(var)
+            left_out = demanded and real is not None and id(real) not in demanded
+            if not (is_none(grad) or left_out):
+                _add_gradient(tx, var, real, grad)
+        for parameter in demanded.values():
             var = reach(tx, parameter)
             if is_none(pending_grad(tx, var)):
                 _add_gradient(tx, var, parameter, call(tx, torch.zeros_like, var))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from gradsync_fx.between_calls import discard, flush, set_steps, skip
 from gradsync_fx.capture import traced
 from gradsync_fx.captured import CapturedStep
 from gradsync_fx.catalogue import Found
@@ -147,17 +148,17 @@ class OptimizedStep:
     def flush(self, on_update: Callable[[], Any] | None = None) -> None:
         """Closes the open window now: reduce, update, zero. Every rank calls it."""
         with self._one_thread.held(), self._losses:
-            self._executor.flush(on_update)
+            flush(self._executor, on_update)
 
     def skip(self) -> None:
         """This rank's micro-step without data."""
         with self._one_thread.held(), self._losses:
-            self._executor.skip()
+            skip(self._executor)
 
     def discard(self) -> None:
         """Drops the open window; `micro_step` keeps counting."""
         with self._one_thread.held():
-            self._executor.discard()
+            discard(self._executor)
 
     def state_dict(self) -> dict[str, Any]:
         """Counters, accumulators by parameter name, k, world size: plain tensors and numbers.
@@ -230,7 +231,7 @@ class OptimizedStep:
     def set_gradient_accumulation_steps(self, k: Any) -> None:
         """Another window length from the next window on. Raises `WindowError` inside a window. Never recompiles."""
         with self._one_thread.held():
-            self._executor.set_steps(k)
+            set_steps(self._executor, k)
 
 
 class _Finder:
@@ -309,7 +310,7 @@ class _Finder:
         raise AssertionError("a traced step ran where it was only to be found")
 
     def again(self, parameters: dict[str, torch.Tensor]) -> CapturedStep | None:
-        """The last call of this window, traced with a gradient for each of these parameters; None without a call."""
+        """The last call of this window, traced with gradients for exactly these parameters; None without a call."""
         if self._last is None:
             return None
         self._demand.key = f"{self._changed_groups()} {list(parameters)}"

@@ -133,6 +133,13 @@ class CapturedStep:
         """The layout of the buckets; 0 where the open window holds a gradient that has no place in them."""
         return self.layout if set(in_window) <= set(self.names) else 0
 
+    def certain(self, in_window: Collection[str], closing: Collection[int]) -> bool:
+        """Whether each gradient that closes has a term that counts, whatever the weight of the call that comes.
+
+        closing: no parts where the other ranks say which.
+        """
+        return not self.weighs or set(self.names_of(closing or self.plan.parts)) <= set(in_window)
+
     @property
     def settled(self) -> bool:
         """Whether it knows what it shares with other ranks, or has nothing to share."""

@@ -31,7 +31,7 @@ Retrace = Callable[[dict[str, Any]], CapturedStep | None]
 
 
 class Catalogue:
-    """`retrace(parameters)` captures the last call anew, with gradients for these parameters in any case."""
+    """`retrace(parameters)` captures the last call anew, with gradients for exactly these parameters."""
 
     def __init__(
         self, accumulators: Accumulators, integrity: Integrity, simulated: int | None = None

@@ -4,7 +4,7 @@ An accumulate call runs one program and speaks to nobody. A window closes in a c
 after the data (flush); in all three the ranks tell each other where they stand, and then each of them
 
     runs the boundary program (or the tail program, without data)     if all ranks have the same gradients to reduce
-                                                                      and something was certainly summed
+                                                                      and each has a term that certainly counts
     runs the accumulate program, then the tail for the union of what  otherwise: branches that differ, or weights that
     the ranks' windows hold, or makes no update if that is nothing    may all be zero
 """
@@ -23,12 +23,11 @@ from gradsync_fx.captured import NONE, CapturedStep
 from gradsync_fx.catalogue import Catalogue, Found
 from gradsync_fx.dividing import Divisors, divisors_of, totals_of
 from gradsync_fx.eager.step import EagerStep
-from gradsync_fx.errors import GradSyncWarning, WindowError
-from gradsync_fx.integrity import SUMS, Integrity
+from gradsync_fx.errors import GradSyncWarning
+from gradsync_fx.integrity import Integrity
 from gradsync_fx.module_buffers import ModuleBuffers
 from gradsync_fx.options import Options
 from gradsync_fx.planning import Setting, shared_options
-from gradsync_fx.presence import in_job
 from gradsync_fx.ranks import (
     ACCUMULATE,
     BOUNDARY,
@@ -38,8 +37,7 @@ from gradsync_fx.ranks import (
     Position,
     check_same_layout,
 )
-from gradsync_fx.refusals import changed_steps, no_call_yet, no_common_tail, nothing_captured
-from gradsync_fx.regions import check_deferrable
+from gradsync_fx.refusals import no_call_yet, no_common_tail
 from gradsync_fx.replicas import check_replicas
 from gradsync_fx.window import WindowState
 
@@ -65,7 +63,7 @@ class Executor:
         self.only_find = False
         self.saved: WindowState | None = None
         self._line, self._begun = Line(None, None), False
-        self._discards = 0
+        self.discards = 0
         self._apart: tuple[CapturedStep, Meeting, list[Any]] | None = None
 
     @property
@@ -103,13 +101,13 @@ class Executor:
     def prepare(self, captured: CapturedStep) -> None:
         """Compiles what calls like this one will run."""
         if captured.updates:
-            captured.compile(self._all_parts)
+            captured.compile(self.all_parts)
         if not captured.updates or self.options.accumulates and not self.options.manual:
             captured.compile(NONE)
         self.catalogue.latest = self.catalogue.latest or captured
 
     @property
-    def _all_parts(self) -> frozenset[int]:
+    def all_parts(self) -> frozenset[int]:
         return frozenset(range(len(self.window.parts)))
 
     def run(self, captured: CapturedStep, args: list[Any]) -> Any:
@@ -123,13 +121,13 @@ class Executor:
         self.catalogue.latest = captured
         closing = self.closing(captured)
         if closing:
-            return self._close(captured, BOUNDARY, closing, args)[0]
+            return self.close(captured, BOUNDARY, closing, args)[0]
         after = self.window.called(summed=True)
         if captured.speaks_in_every_call:
             self.meet(captured, ACCUMULATE, NONE, after, runs=True)
         self.buffers.before(captured)
         results = captured.micro_step(args, NONE, {})
-        self.accumulators.added(captured.names)
+        self.accumulators.added(captured.names, weighed=captured.weighs)
         self.window, self.sync_gradients = after, False
         self.integrity.over()
         return results
@@ -137,7 +135,7 @@ class Executor:
     def closing(self, captured: CapturedStep | EagerStep) -> frozenset[int]:
         """The parts that the next call closes."""
         if self.options.manual:
-            return self._all_parts if captured.updates else NONE
+            return self.all_parts if captured.updates else NONE
         return self.window.closing(self.options.steps)
 
     def place(self) -> str:
@@ -167,7 +165,8 @@ class Executor:
             closing=sum(1 << part for part in closing),
             optimizer_step=self.window.optimizer_step,
             layout=captured.layout_for(self.accumulators.in_window),
-            discards=self._discards,
+            certain=captured.certain(self.accumulators.in_window, closing),
+            discards=self.discards,
             settled=captured.settled,
             weights=self._weights(captured, after),
         )
@@ -192,7 +191,7 @@ class Executor:
         steps = self.catalogue.steps
         return steps[0].setting if steps and self._begun else None
 
-    def _close(
+    def close(
         self,
         captured: CapturedStep | EagerStep,
         kind: int,
@@ -206,7 +205,7 @@ class Executor:
         if runs:
             self.buffers.before(captured)
         elif meeting.someone_runs:
-            self._keep_company(captured)
+            self.keep_company(captured)
         if meeting.kind == ACCUMULATE:
             self.integrity.over()
             return [], meeting
@@ -217,18 +216,19 @@ class Executor:
             # Its own calls close its windows (eager/window.py): this is an end without data.
             self.window = after
             updated = self._close_in_turn(captured, meeting)
-        elif meeting.uniform and all(totals[part] > 0 for part in closing):
+        elif meeting.certain and all(totals[part] > 0 for part in closing):
             updated, divisors = closing, self._divisors(totals)
             with captured.side_by_side(self._line, settled=all(p.settled for p in meeting.ranks)):
                 if args is not None:
                     results = captured.micro_step(args, closing, divisors)
+                    self.accumulators.added(captured.names, weighed=captured.weighs)
                 else:
                     captured.tail(closing, divisors)
             self.window = after
         else:
             if args is not None:
                 results = captured.micro_step(args, NONE, {})
-                self.accumulators.added(captured.names)
+                self.accumulators.added(captured.names, weighed=captured.weighs)
             self.window, self._apart = after, (captured, meeting, results)
             if not runs:
                 self.finish()
@@ -270,8 +270,8 @@ class Executor:
     ) -> frozenset[int]:
         """The tail for all that the ranks' windows hold; returns the parts that it updated."""
         closing, runs = meeting.closing, bool(results)
-        mine = self.accumulators.names(closing)
-        names = captured.names_of(closing) if meeting.uniform else self._line.names(mine)
+        names = self._line.names(self.accumulators.names(closing))
+        whole = meeting.uniform and set(names) == set(captured.names_of(closing))
         target = self.catalogue.for_parameters(captured, names, closing) if names else captured
         ready = target is not None and not (runs and any(captured.regions.stages.values()))
         rows = self._line.gather([float(ready), *self._weights(captured, self.window)])
@@ -281,7 +281,7 @@ class Executor:
         updated = frozenset(part for part in closing if totals[part] > 0) if names else NONE
         if updated:
             target.host_values = captured.host_values
-            given = target.tail(updated, self._divisors(totals), by_name=not meeting.uniform)
+            given = target.tail(updated, self._divisors(totals), by_name=not whole)
             if runs and target.regions.tail_outputs == captured.regions.tail_outputs:
                 # The caller holds these tensors by now: the accumulate program made them, full of NaN.
                 for i, value in zip(target.regions.tail_outputs, given, strict=True):
@@ -323,78 +323,10 @@ class Executor:
         eager.reduce(names, divisors["ranks", part], divisors["local", part])
         return True
 
-    def _keep_company(self, captured: CapturedStep | EagerStep) -> None:
+    def keep_company(self, captured: CapturedStep | EagerStep) -> None:
         """Takes part, without data, in the collectives of the other ranks' micro-step."""
         self.buffers.keep_company(captured)
         if self.options.sync_each_batch and isinstance(captured, CapturedStep):
             self.integrity.writes(updates=False)
             captured.take_part()
-            self.accumulators.added(captured.names)
-
-    def flush(self, on_update: Any = None) -> None:
-        """Closes the open window with what is summed; keeps ranks that still have data company."""
-        self.integrity.check("flush")
-        self.sync_gradients = False
-        captured = self.catalogue.closer()
-        if captured is None:
-            if self.window.pending or in_job() is not None:
-                raise nothing_captured("flush")
-            return
-        updated = False
-        while True:
-            _, meeting = self._close(captured, FLUSH, NONE, None)
-            if meeting.kind == BOUNDARY and self.sync_gradients:
-                updated = True
-                if on_update is not None:
-                    on_update()
-            if meeting.over:
-                break
-        self.sync_gradients = updated
-
-    def skip(self) -> None:
-        """A slot without data."""
-        self.integrity.check("skip")
-        captured = self.catalogue.closer()
-        if captured is None:
-            raise nothing_captured("skip")
-        if self.options.manual:
-            raise WindowError(
-                "skip",
-                seen='gradient_accumulation_steps="manual": the step decides where a window ends, not a count of slots',
-                wanted="a call of the step, or step.flush()",
-                fix="leave the call out on this rank; the mean is over the micro-steps that were made",
-            )
-        closing = self.closing(captured)
-        if closing:
-            self._close(captured, BOUNDARY, closing, None)
-            return
-        after = self.window.called(summed=False)
-        if captured.speaks_in_every_call:
-            meeting = self.meet(captured, ACCUMULATE, NONE, after, runs=False)
-            if meeting.someone_runs:
-                self._keep_company(captured)
-        self.window, self.sync_gradients = after, False
-        self.integrity.over()
-
-    def discard(self) -> None:
-        """Drops the open window, also one that was loaded and waits for its first call."""
-        self.integrity.check("discard", allowed=SUMS)
-        self.integrity.writes(updates=False)
-        held = self.accumulators
-        held.restored, held.in_window = {}, {}
-        held.clear(self._all_parts)
-        self._discards += 1
-        self.window = self.window.closed(self._all_parts, updated=False)
-        self.sync_gradients = False
-        self.integrity.over()
-
-    def set_steps(self, k: Any) -> None:
-        """Another window length, at a boundary."""
-        self.integrity.check("gradient_accumulation_steps")
-        changed = changed_steps(self.options, k, self.window.pending)
-        if changed.accumulates:
-            for captured in self.captures:
-                check_deferrable(captured.capture.step, captured.regions)
-        self.options = changed
-        if isinstance(self.catalogue.latest, EagerStep):
-            self.catalogue.latest.options = changed
+            self.accumulators.added(captured.names, weighed=captured.weighs)

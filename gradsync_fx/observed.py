@@ -67,9 +67,9 @@ class NoSync:
 class Observed:
     """What one trace met: modules in the order of first touch, leaves by number, optimizers by handle.
 
-    demanded: parameters that receive a gradient in any case. behind: call sites that wait for the program's end, as an
-    earlier trace stopped at them (later.py); could_wait: where this one stopped. read_lists: lists (by id) that are
-    appended to, and read. answered: calls with an answer so far.
+    demanded: parameters that receive a gradient in any case, and no others do; empty for an ordinary trace. behind:
+    call sites that wait for the program's end, as an earlier trace stopped at them (later.py); could_wait: where this
+    one stopped. read_lists: lists (by id) that are appended to, and read. answered: calls with an answer so far.
     """
 
     demanded: tuple[torch.Tensor, ...] = ()

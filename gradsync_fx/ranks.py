@@ -31,9 +31,10 @@ class Position:
 
     kind: of its call. runs: whether it has data for it. k: 0 where the step decides. pending: micro-steps of the
     window, this call included. closing: the parts that the call closes, as bits. layout: of its buckets; 0 where no
-    one layout holds the window's gradients, `EAGER` where the step runs eagerly. settled: whether it knows which of
-    these buckets lie in memory that all ranks reach. weights: of each part's terms on this rank; where weights are
-    known only when a micro-step has run, without this call's.
+    one layout holds the window's gradients, `EAGER` where the step runs eagerly. certain: whether each gradient in
+    these buckets has a term that counts. settled: whether it knows which of the buckets lie in memory that all ranks
+    reach. weights: of each part's terms on this rank; where weights are known only when a micro-step has run, without
+    this call's.
     """
 
     kind: int
@@ -44,6 +45,7 @@ class Position:
     optimizer_step: int
     layout: int
     discards: int
+    certain: int
     settled: int
     weights: tuple[float, ...]
 
@@ -72,6 +74,11 @@ class Meeting:
     def uniform(self) -> bool:
         """Whether all ranks have the same gradients to reduce, in the same order."""
         return len({p.layout for p in self.ranks}) == 1 and self.ranks[0].layout > 0
+
+    @property
+    def certain(self) -> bool:
+        """Whether all ranks have the same gradients to reduce, and each of these is one for sure."""
+        return self.uniform and any(p.certain for p in self.ranks)
 
     @property
     def closing(self) -> frozenset[int]:
@@ -152,7 +159,7 @@ class Line:
     def meet(self, mine: Position) -> Meeting:
         """Every rank's position. Raises `RanksDisagreeError`, on every rank, when windows differ."""
         fixed = [mine.kind, mine.runs, mine.k, mine.pending, mine.closing, mine.optimizer_step]
-        numbers = [*fixed, mine.layout, mine.discards, mine.settled, *mine.weights]
+        numbers = [*fixed, mine.layout, mine.discards, mine.certain, mine.settled, *mine.weights]
         rows = self.gather(numbers, where=self.place(mine.pending, mine.k, mine.optimizer_step))
         everyone = [_position(row) for row in rows]
         if self.group is not None:
@@ -166,9 +173,11 @@ class Line:
 
 
 def _position(row: list[float]) -> Position:
-    kind, runs, k, pending, closing, update, layout, discards, settled = (int(v) for v in row[:9])
-    weights = tuple(row[9:])
-    return Position(kind, runs, k, pending, closing, update, layout, discards, settled, weights)
+    numbers, weights = map(int, row[:10]), tuple(row[10:])
+    kind, runs, k, pending, closing, update, layout, discards, certain, settled = numbers
+    return Position(
+        kind, runs, k, pending, closing, update, layout, discards, certain, settled, weights
+    )
 
 
 def _check(everyone: list[Position]) -> None:

@@ -105,7 +105,7 @@ LAYERS = [
     ["accumulators", "module_buffers", "copies", "inspection.flops", "inspection.remarks"],
     ["catalogue", "plain_window"],
     ["executor", "inspection.describe", "inspection.uncaptured"],
-    ["saving", "eager.window", "self_check"],
+    ["between_calls", "saving", "eager.window", "self_check"],
     ["api"],
     ["explain", "backend", "integrations.transformers"],
     [""],

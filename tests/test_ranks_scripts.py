@@ -106,6 +106,18 @@ def test_micro_steps_that_are_not_finite(ranks: Ranks) -> None:
     check(ranks, scripts, Rules(2, "sum", skip_nonfinite=True))
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_branch_that_only_skipped_micro_steps_took(ranks: Ranks, optimizer: str) -> None:
+    """On any rank: its parameters rest in that window, and get no state from it."""
+    scripts = [
+        slots(1, 2, 3, 4, 5, 6, 9, branches="a++aabb", bad=".x...xx"),
+        slots(10, 20, 30, 40, 50, 60, branches="ab+aba", bad=".x..x."),
+    ]
+    rules = Rules(2, skip_nonfinite=True)
+    for found in check(ranks, scripts, rules, optimizer=optimizer, atol=1e-5):
+        assert len(found["truth"]) == 3
+
+
 def test_a_window_that_is_not_finite_on_any_rank(ranks: Ranks) -> None:
     scripts = [slots(1, 2, 3, 9, bad="xx.."), slots(4, 5, 6, 7, bad="xxx.")]
     for found in check(ranks, scripts, Rules(2, skip_nonfinite=True)):

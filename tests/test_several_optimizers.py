@@ -94,6 +94,38 @@ def test_a_gan_equals_the_eager_loop(kd: int, kg: int) -> None:
     assert step.compile_count == programs(len(sets))
 
 
+def test_a_gradient_whose_only_call_closed_another_window() -> None:
+    """The critic's second head trains in the first of two calls, which ends the trunk's window of one."""
+
+    def step(nets: Any, ot: Any, oh: Any, x: Tensor, second: bool) -> Tensor:
+        trunk, *heads = nets
+        loss = F.softplus(trunk(x)).mean() + F.softplus(heads[second](x)).mean()
+        loss.backward()
+        ot.step()
+        ot.zero_grad()
+        oh.step()
+        oh.zero_grad()
+        return loss
+
+    ours = nn.ModuleList(nn.Linear(4, 1) for _ in range(3))
+    theirs = copy.deepcopy(ours)
+    ot, oh = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (ours[0], ours[1:]))
+    run = gradsync_fx.optimize(step, gradient_accumulation_steps={ot: 1, oh: 2}, backend="eager")
+    trunk = torch.optim.SGD(theirs[0].parameters(), lr=0.1)
+    heads = torch.optim.SGD(theirs[1:].parameters(), lr=0.1)
+    for call, second in enumerate((True, False, False, False, False, True)):
+        x = torch.randn(3, 4)
+        run(ours, ot, oh, x, second)
+        F.softplus(theirs[0](x)).mean().backward()
+        (F.softplus(theirs[1 + second](x)).mean() / 2).backward()
+        trunk.step()
+        trunk.zero_grad()
+        if call % 2:
+            heads.step()
+            heads.zero_grad()
+            same_parameters([ours], [theirs])
+
+
 def test_flush_closes_every_window() -> None:
     """After 5 calls: one micro-step pending with k = 2, two with k = 3."""
     g, d = nets()

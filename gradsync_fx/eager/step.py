@@ -111,6 +111,10 @@ class EagerStep:
         """Which parameters a call gives gradients to is known when it has run: never one layout for all ranks."""
         return EAGER
 
+    def certain(self, in_window: Collection[str], closing: Collection[int]) -> bool:
+        """That, too, is asked gradient by gradient."""
+        return False
+
     def in_turn(self, closing: Collection[int]) -> list[int]:
         """Optimizers of the closing parts, by number, in the order in which the step looks at their gradients."""
         read = [i for deed in self.deeds if not isinstance(deed, Schedule) for i in deed.reads]

@@ -193,7 +193,7 @@ class _MicroStep:
                 weighted = executor.options.reduction == "weighted"
                 total.add_(term * weight.to(total.dtype) if weighted else term)
         self._added.update(names)
-        held.added(names)
+        held.added(names, weighed=weight is not None)
         step.trained |= self._added
 
     def _weight(self) -> torch.Tensor | None:

@@ -40,6 +40,28 @@ FOUND = {
     "save of a loaded window": Case(
         "linear", "momentum", 2, (Do("call"), Do("reload"), Do("reload"), Do("call", 1))
     ),
+    # A parameter whose only micro-step of the window was not finite was updated with a gradient of zero: its state
+    # came to be, its momentum moved it.
+    "a branch that only a skipped micro-step took": Case(
+        "branches",
+        "Adam",
+        2,
+        (Do("call", branch="a"), Do("call", 1, branch="both", bad=True)),
+        skip_nonfinite=True,
+    ),
+    "a branch that only a skipped micro-step took, later": Case(
+        "branches",
+        "momentum",
+        2,
+        (
+            *(Do("call", 1, branch="both"), Do("call", 2, branch="b")),
+            *(Do("call", 3, branch="b", bad=True), Do("call", 4, branch="a")),
+            *(Do("call", 5, branch="a"), Do("reload"), Do("call", 6, branch="b", bad=True)),
+            *(Do("call", 7, branch="both", bad=True), Do("call", 8, branch="b"), Do("flush")),
+        ),
+        reduction="weighted",
+        skip_nonfinite=True,
+    ),
 }
 
 
