@@ -42,18 +42,19 @@ class Room:
 
     def __init__(self, file: int, size: int) -> None:
         """file: open and of this size, in bytes. It is closed when the last stretch is gone."""
-        mapped = mmap.mmap(file, size)
-        self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)
-        self._taken = 0
-        begin = self._bytes.data_ptr()
-        _FILES[begin] = (file, size)
-        weakref.finalize(mapped, _close, begin)
+        self._mapped, self._file, self._size, self._taken = mmap.mmap(file, size), file, size, 0
+        weakref.finalize(self._mapped, _close, file)
 
     def take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """The next `count` zeros, flat; they start a page."""
-        begin, size = self._taken, count * dtype.itemsize
-        self._taken += -(-size // PAGE) * PAGE
-        return self._bytes[begin : begin + size].view(dtype)
+        """The next `count` zeros, flat; they start a page, and are a storage of their own.
+
+        Who waits for a functional collective waits for all that run on the same storage.
+        """
+        begin = self._taken
+        self._taken += -(-count * dtype.itemsize // PAGE) * PAGE
+        flat = torch.frombuffer(self._mapped, dtype=dtype, count=count, offset=begin)
+        _STRETCHES[flat.data_ptr()] = _Stretch(self._file, self._size, begin)
+        return flat
 
 
 def open_room(sizes: Sequence[int]) -> Room | None:
@@ -73,30 +74,50 @@ def open_room(sizes: Sequence[int]) -> Room | None:
         return None
 
 
-# Open files, with their size, by the place of their memory.
-_FILES: dict[int, tuple[int, int]] = {}
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """Of an open file, whole size with it."""
+
+    file: int
+    size: int
+    begin: int
 
 
-def _close(begin: int) -> None:
-    file, _ = _FILES.pop(begin)
+_STRETCHES: dict[int, _Stretch] = {}  # by the place of their memory
+
+
+def _close(file: int) -> None:
+    for place in [place for place, stretch in _STRETCHES.items() if stretch.file == file]:
+        del _STRETCHES[place]
     os.close(file)
 
 
 def address(flat: torch.Tensor) -> Address | None:
     """Where others find this tensor, which lies in one stretch; None where they can't."""
-    base = flat.untyped_storage().data_ptr()
-    if base not in _FILES:
+    place = flat.untyped_storage().data_ptr()
+    stretch, machine = _STRETCHES.get(place), _machine()
+    if stretch is None or machine is None:
         return None
-    file, size = _FILES[base]
-    about = os.fstat(file)
-    begin = flat.data_ptr() - base
-    end = begin + flat.numel() * flat.itemsize
-    return Address(_machine(), os.getpid(), file, about.st_dev, about.st_ino, size, begin, end)
+    about = os.fstat(stretch.file)
+    begin = stretch.begin + flat.data_ptr() - place
+    return Address(
+        machine=machine,
+        process=os.getpid(),
+        file=stretch.file,
+        device=about.st_dev,
+        inode=about.st_ino,
+        size=stretch.size,
+        begin=begin,
+        end=begin + flat.numel() * flat.itemsize,
+    )
 
 
-def _machine() -> str:
-    booted = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{booted} {os.stat('/proc/self/ns/net').st_ino}"
+def _machine() -> str | None:
+    try:
+        booted = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{booted} {os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return None  # no /proc, no way to others
 
 
 class Reached:

@@ -142,6 +142,8 @@ def test_room_in_stretches() -> None:
         assert not flat.any()
     one[0].fill_(1)
     assert not two[1].any()
+    # Who waits for an all-reduce waits for all that run on its storage.
+    assert one[0].untyped_storage().data_ptr() != two[0].untyped_storage().data_ptr()
 
 
 def seen_from_elsewhere(addresses: list[Address], pipe: Any) -> None:

@@ -33,12 +33,12 @@ from placement import PLACEMENTS, Place, Unavailable
 from plot import draw
 from results import Comparison, alone_figures, compare
 from tables import markdown
-from ways import WAYS
+from ways import USUAL_WAYS, WAYS
 from workloads import WORKLOADS
 
 
 # Of the quick form: what runs eagerly, and ours.
-QUICK_WAYS = [way for way in WAYS if not way.startswith("ddp-") or way == "ddp-fused"]
+QUICK_WAYS = [way for way in USUAL_WAYS if not way.startswith("ddp-") or way == "ddp-fused"]
 QUICK_WAYS.remove("gradsync-bf16")  # half a minute more to compile
 ALONE_WINDOWS = 2
 
@@ -51,7 +51,9 @@ def arguments() -> argparse.Namespace:
         "--quick", action="store_true", help="a small model, few windows, no starts alone"
     )
     parser.add_argument("--workloads", type=_among(WORKLOADS), help="default: gpt,bert,resnet")
-    parser.add_argument("--ways", type=_among(WAYS), help=f"of {', '.join(WAYS)} (default: all)")
+    parser.add_argument(
+        "--ways", type=_among(WAYS), help=f"of {', '.join(WAYS)} (default: all but 'without')"
+    )
     parser.add_argument(
         "--placements", type=_among(PLACEMENTS), help="default: all that this machine has"
     )
@@ -70,7 +72,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("benchmark-results"), help="folder")
     args = parser.parse_args()
     args.workloads = args.workloads or (["gpt"] if args.quick else ["gpt", "bert", "resnet"])
-    args.ways = args.ways or (QUICK_WAYS if args.quick else list(WAYS))
+    args.ways = args.ways or (QUICK_WAYS if args.quick else USUAL_WAYS)
     args.placements = args.placements or list(PLACEMENTS)
     args.windows = args.windows or (4 if args.quick else 20)
     args.alone = not args.quick if args.alone is None else args.alone

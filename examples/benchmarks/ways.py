@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 import gradsync_fx
+from gradsync_fx.options import LEVERS
 from workloads import Workload
 
 
@@ -228,3 +229,14 @@ WAYS = {
     # The last to be built: its DDP changes, for all that is compiled later, what Dynamo traces into.
     "ddp-python-reducer": Way("DDP `python_reducer`, compiled autograd", _python_reducer),
 }
+USUAL_WAYS = list(WAYS)
+
+
+def _without(lever: str) -> Way:
+    return Way(
+        f"gradsync_fx without {lever!r}", lambda s: _gradsync(s, without=(lever,)), peer=False
+    )
+
+
+# What each lever is worth, for those who ask; the one that is left out here makes no program faster.
+WAYS |= {f"without-{lever}": _without(lever) for lever in LEVERS if lever != "shared_compile"}
