@@ -135,7 +135,7 @@ class Accumulators:
         for names, weights in self._unread:
             for part, weight in weights.items():
                 before, self._read[part] = self._read[part], float(weight)
-                if self._read[part] > before:
+                if self._read[part] != before:
                     mine = (name for name in names if self._part_of[name] == part)
                     self._in_window.update(dict.fromkeys(mine))
         self._unread.clear()
@@ -154,9 +154,8 @@ class Accumulators:
 
     def added(self, names: Collection[str], *, weighed: bool) -> None:
         """A micro-step put its terms for these parameters in. weighed: unless its weight, added already, is 0."""
-        if (
-            weighed
-        ):  # read when somebody asks: a call that closes nothing doesn't wait for its device
+        if weighed:
+            # Read when somebody asks: a call that closes nothing doesn't wait for its device.
             now = {part: weight.clone() for part, weight in self.weights.items()}
             self._unread.append((names, now))
         else:

@@ -32,7 +32,15 @@ def resting(device: torch.device) -> int | None:
     except AttributeError:  # not glibc, or older than 2.33
         return None
     ask.restype = _MallInfo
-    return ask().hblkhd
+    return ask().hblkhd + _shared()
+
+
+def _shared() -> int:
+    """This process's part of the memory that it shares with others, in which gradsync_fx may have its running sums."""
+    try:
+        return _kib(Path("/proc/self/smaps_rollup"), "Pss_Shmem")
+    except OSError:
+        return 0
 
 
 def growth(window: Callable[[], None], device: torch.device) -> int | None:
@@ -69,7 +77,12 @@ def highest_resident() -> int | None:
 
 
 def _status(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
+    return _kib(Path("/proc/self/status"), field)
+
+
+def _kib(file: Path, field: str) -> int:
+    """A field that the kernel gives in KiB, in bytes."""
+    for line in file.read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) * 1024
     raise OSError(f"no {field}")
