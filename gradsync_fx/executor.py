@@ -320,6 +320,7 @@ class Executor:
         self.accumulators.make({name: known[name] for name in names}, known, self.options)
         divisors = self._divisors(totals)
         self.integrity.writes(updates=True)
+        eager.leave_out(held.difference(names))
         eager.reduce(names, divisors["ranks", part], divisors["local", part])
         return True
 

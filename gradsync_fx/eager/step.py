@@ -172,6 +172,14 @@ class EagerStep:
                 self._install(self.capture.parameters[name], piece)
                 self.sums[name].zero_()
 
+    def leave_out(self, names: Collection[str]) -> None:
+        """Parameters without a term that counts have no gradient; a clipping that holds it by now sees zeros."""
+        for name in names:
+            parameter = self.capture.parameters[name]
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+                parameter.grad = None
+
     def _install(self, parameter: torch.Tensor, flat: torch.Tensor) -> None:
         value = flat.view(parameter.shape).to(parameter.dtype)
         if parameter.grad is None or parameter.grad.is_sparse:
