@@ -154,7 +154,7 @@ class CapturedStep:
         if line.group is not None and not settled:
             leaves, sums = self.capture.step.leaves, self.plan.accumulators
             flats = [joined([sums[leaves[i].name] for i in b.leaves]) for b in self.shareable]
-            self._shared = find_shared(line, line.group.group_name, flats)
+            self._shared = find_shared(line, flats)
             log.info("%d of %d buckets are shared in memory", len(self._shared), len(flats))
         with nullcontext() if self._shared is None else self._shared.in_use():
             yield

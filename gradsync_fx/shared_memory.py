@@ -51,7 +51,7 @@ class Room:
         Who waits for a functional collective waits for all that run on the same storage.
         """
         begin = self._taken
-        self._taken += -(-count * dtype.itemsize // PAGE) * PAGE
+        self._taken += _whole_pages(count * dtype.itemsize)
         flat = torch.frombuffer(self._mapped, dtype=dtype, count=count, offset=begin)
         _STRETCHES[flat.data_ptr()] = _Stretch(self._file, self._size, begin)
         return flat
@@ -61,7 +61,7 @@ def open_room(sizes: Sequence[int]) -> Room | None:
     """Room for stretches of so many bytes; None for none of them, and where the system has no memory to share."""
     if not sizes or not hasattr(os, "memfd_create"):
         return None
-    size = sum(-(-s // PAGE) * PAGE for s in sizes)
+    size = sum(_whole_pages(stretch) for stretch in sizes)
     try:
         file = os.memfd_create("gradsync_fx")
     except OSError:
@@ -72,6 +72,10 @@ def open_room(sizes: Sequence[int]) -> Room | None:
     except OSError:
         os.close(file)
         return None
+
+
+def _whole_pages(size: int) -> int:
+    return -(-size // PAGE) * PAGE
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,11 +100,13 @@ def shared_buckets() -> SharedBuckets | None:
     return _IN_USE.get()
 
 
-def find_shared(line: Line, group: str, flats: Sequence[torch.Tensor | None]) -> SharedBuckets:
+def find_shared(line: Line, flats: Sequence[torch.Tensor | None]) -> SharedBuckets:
     """Which of these buckets, the same on all ranks, lie where every rank reaches them; all ranks ask together.
 
-    flats: None for a bucket that does not lie in one stretch here.
+    line: with a group. flats: None for a bucket that does not lie in one stretch here.
     """
+    assert line.group is not None
+    group = line.group.group_name
     mine = [None if flat is None else address(flat) for flat in flats]
     texts = line.texts(json.dumps([there and astuple(there) for there in mine]))
     everyone = [[there and Address(*there) for there in json.loads(text)] for text in texts]

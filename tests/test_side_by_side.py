@@ -18,7 +18,7 @@ from gradsync_fx import shared_memory
 from gradsync_fx.flat import allocate, joined
 from gradsync_fx.shared_memory import Address, Reached, address, open_room
 from tests.mortals import mortals
-from tests.reference import Window, regression
+from tests.reference import Window, accumulation, regression
 from tests.scenarios import neighbours
 from tests.workers import Ranks
 
@@ -54,17 +54,12 @@ def data() -> list[list[Window]]:
 
 def one_process(given: list[list[Window]], branches: list[list[bool]]) -> list[list[Tensor]]:
     """The windows of all ranks on one model, eagerly: the mean over all micro-batches."""
-    model, optimizer = neighbours.fresh()
-    found = []
-    for number, other in enumerate(branches):
-        count = sum(len(windows[number]) for windows in given)
-        for rank, windows in enumerate(given):
-            for x, y in windows[number]:
-                (neighbours.loss_of(model, x, y, other[rank]) / count).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append([p.detach().clone() for p in model.parameters()])
-    return found
+    together: list[Any] = [
+        [(*batch, branch) for mine, branch in zip(windows, other, strict=True) for batch in mine]
+        for *windows, other in zip(*given, branches, strict=True)
+    ]
+    run = accumulation(*neighbours.fresh(), together, neighbours.loss_of)
+    return [list(update.values()) for update in run.updates]
 
 
 def check(

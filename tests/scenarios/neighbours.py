@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -45,10 +45,6 @@ def fresh() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = Wide()
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def sizes_sent(calls: list[Any]) -> list[int]:
-    return [call.args[0].numel() for call in calls]
 
 
 @contextmanager
@@ -104,7 +100,7 @@ def added_up(rank: int, dtype: torch.dtype, own: bool) -> dict[str, Any]:
     size = sum(form.numel() for form in FORMS) * dtype.itemsize
     room = open_room([size, size]) if own or rank < world - 1 else None
     buckets = [allocate(FORMS, dtype, room) for _ in range(2)]
-    shared = find_shared(Line(group, None), group.group_name, [joined(sums) for sums in buckets])
+    shared = find_shared(Line(group, None), [joined(sums) for sums in buckets])
     with sent() as sizes, shared.in_use():
         for _ in range(2):
             for sums in buckets:
@@ -123,7 +119,7 @@ def gone_between(rank: int, when: str) -> dict[str, Any]:
     assert group is not None
     room = open_room([4 * form.numel() for form in FORMS])
     sums = allocate(FORMS, torch.float32, room)
-    shared = find_shared(Line(group, None), group.group_name, [joined(sums)])
+    shared = find_shared(Line(group, None), [joined(sums)])
     dying = rank == dist.get_world_size() - 1
 
     def die(*_: Any) -> None:
@@ -137,7 +133,7 @@ def gone_between(rank: int, when: str) -> dict[str, Any]:
             with (
                 mock.patch.object(side_by_side.SharedBucket, "add_up_share", die)
                 if dying
-                else mock.MagicMock()
+                else nullcontext()
             ):
                 WAIT_SUMS(sums)
     except RuntimeError as error:
