@@ -46,7 +46,7 @@ def reduce_bucket(
         if len(pieces) > 1:
             form = draft.form(one[0], shape=[sum(counts)])
             flat = draft.call_known(form, _aten.cat.default, pieces)
-        form = flat.meta["val"]
+        form = draft.form(flat.meta["val"])  # another storage than what is sent
         started = draft.call_known(form, ops.ALL_REDUCE, flat, bucket.reduction.op, group)
         started.meta["bucket"] = True  # for the lowering
         waited = draft.call_known(form, ops.WAIT, started)
