@@ -25,8 +25,7 @@ from gradsync_fx.ops import ALL_REDUCE, WAIT, user_line
 from gradsync_fx.options import Options
 from gradsync_fx.passes import build
 from gradsync_fx.passes.update import update_key
-from gradsync_fx.passes.weigh import carrier
-from gradsync_fx.plan import Plan, Weighing
+from gradsync_fx.plan import Plan, Weighing, carrier
 from gradsync_fx.planning import (
     Setting,
     find_buckets,

@@ -60,7 +60,7 @@ def build(name: str, plan: Plan, fake_mode: object, journal: Journal, *, tail: b
         draft = Draft.copy_of(name, plan.step, fake_mode)
         run_passes(draft, plan, TAIL if tail else MICRO_STEP, journal)
         program = draft.finish()
-        verify(program, plan)
+        verify(program, plan, tail=tail)
     return program
 
 

@@ -19,7 +19,7 @@ from gradsync_fx.draft import Draft
 from gradsync_fx.ops import Role, argument
 from gradsync_fx.passes.bucket import reduce_bucket
 from gradsync_fx.passes.sums import cast, filled
-from gradsync_fx.plan import Bucket, Plan, Reduction
+from gradsync_fx.plan import Bucket, Plan, Reduction, carrier
 from gradsync_fx.program import Kind, Slot
 
 
@@ -137,14 +137,3 @@ def reduce_all(
                 draft, plan, alone, [weight], wire_dtype=weight.meta["val"].dtype, behind=last
             )
     return reduced, done
-
-
-def carrier(plan: Plan, part: int) -> Bucket | None:
-    """The bucket that a part's weight travels with; None where it goes alone (or nowhere, without a group)."""
-    for bucket in plan.buckets:
-        if bucket.part == part and bucket.reduction == Reduction("sum", plan.group, "ranks"):
-            name = plan.step.leaves[bucket.leaves[0]].name
-            wire = plan.wire_dtype or plan.accumulators[name].dtype
-            if plan.group is not None and wire.itemsize >= 4:
-                return bucket
-    return None
