@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import torch
 from torch.fx import GraphModule
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from gradsync_fx.errors import VerificationError
 from gradsync_fx.program import Program, output_values
@@ -98,12 +99,12 @@ def _compare_counts(program: Program, what: str, meant: Counter[Term], done: Cou
 
 def _check_storages(program: Program, module: GraphModule) -> None:
     """Inductor takes two fake values of one storage for views of each other."""
-    owner: dict[int, str] = {}
+    owner: dict[StorageWeakRef, str] = {}
     for node in module.graph.nodes:
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor) or may_share(node.target):
             continue
-        storage = value.untyped_storage()._cdata
+        storage = StorageWeakRef(value.untyped_storage())
         if storage in owner and node.op != "placeholder":
             raise _fault(
                 program, f"the fake value of {node.name} shares the storage of {owner[storage]}'s"
