@@ -21,11 +21,12 @@ from gradsync_fx.flat import joined
 from gradsync_fx.integrity import Integrity
 from gradsync_fx.journal import Journal
 from gradsync_fx.lowering import Compiled, as_it_is, decompositions, lower
-from gradsync_fx.ops import ALL_REDUCE, WAIT, user_line
+from gradsync_fx.ops import user_line
 from gradsync_fx.options import Options
+from gradsync_fx.participate import take_part
 from gradsync_fx.passes import build
 from gradsync_fx.passes.update import update_key
-from gradsync_fx.plan import Plan, Weighing, carrier
+from gradsync_fx.plan import Plan, Weighing
 from gradsync_fx.planning import (
     Setting,
     find_buckets,
@@ -362,26 +363,4 @@ class CapturedStep:
 
     def take_part(self) -> None:
         """Zeros into the reductions of the other ranks' accumulate call; what they sum comes in here, too."""
-        plan, leaves = self.plan, self.capture.step.leaves
-        weights = dict(plan.weights) if plan.weighing else {}
-        carriers = {carrier(plan, part): part for part in weights}
-        for bucket in plan.buckets:
-            held = [plan.accumulators[leaves[i].name] for i in bucket.leaves]
-            if bucket in carriers:
-                held.append(weights.pop(carriers[bucket]))
-            reduction = bucket.reduction
-            _add_reduced(held, plan.wire_dtype, reduction.op, reduction.group)
-        for weight in weights.values():
-            _add_reduced([weight], weight.dtype, "sum", plan.group)
-
-
-def _add_reduced(
-    held: list[torch.Tensor], wire: torch.dtype | None, op: str, group: str | None
-) -> None:
-    if group is None:
-        return
-    sizes = [t.numel() for t in held]
-    flat = torch.zeros(sum(sizes), dtype=wire or held[0].dtype, device=held[0].device)
-    total = WAIT(ALL_REDUCE(flat, op, group))
-    for tensor, term in zip(held, total.split(sizes), strict=True):
-        tensor.add_(term.view_as(tensor))
+        take_part(self.plan)

@@ -197,13 +197,14 @@ def find_buckets(
     for leaf in leaves:
         parameter = capture.step.leaves[leaf].parameter
         reduction = _reduction(capture, regions, setting, leaf)
-        dtype = setting.wire_dtype or accumulator_dtype(parameter, options)
-        size = parameter.numel() * dtype.itemsize
+        held = accumulator_dtype(parameter, options)
+        dtype = setting.wire_dtype or held.to_real()
+        size = parameter.numel() * dtype.itemsize * (2 if held.is_complex else 1)
         key = (
             reduction,
             parts[leaf],
             regions.stages[leaf],
-            accumulator_dtype(parameter, options),
+            held,
             parameter.device,
         )
         joined, used = open_buckets.pop(key, ([], 0))
@@ -244,10 +245,16 @@ def _reduction(capture: Capture, regions: Regions, setting: Setting, leaf: int) 
 
 
 def accumulator_dtype(parameter: torch.Tensor, options: Options) -> torch.dtype:
-    """float32 for parameters of lower precision, else the parameter's own, unless the option says otherwise."""
-    if options.accumulator_dtype is not None:
-        return options.accumulator_dtype
-    return torch.float32 if parameter.dtype.itemsize < 4 else parameter.dtype
+    """float32 for parameters of lower precision, else the parameter's own, unless the option says otherwise.
+
+    For a complex parameter the complex dtype of that precision, complex64 at least.
+    """
+    asked, own = options.accumulator_dtype, parameter.dtype
+    if own.is_complex:
+        if asked is None:
+            return own if own.itemsize > 8 else torch.complex64
+        return torch.complex128 if asked is torch.float64 else torch.complex64
+    return asked or (torch.float32 if own.itemsize < 4 else own)
 
 
 def layout_fingerprint(capture: Capture, buckets: tuple[Bucket, ...]) -> int:

@@ -92,7 +92,7 @@ LAYERS = [
         "fusible",
         "inspection.report",
     ],
-    ["kernels", "overlap", "shareable", "symbolic"],
+    ["kernels", "overlap", "participate", "shareable", "symbolic"],
     ["verify", "check_lowered"],
     ["lowering"],
     ["passes.bucket", "passes.update"],

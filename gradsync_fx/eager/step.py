@@ -158,6 +158,9 @@ class EagerStep:
         """
         for group, bucket in self.buckets(sorted(names)):
             flat = torch.cat([self.sums[name].view(-1) for name in bucket])
+            held = flat.dtype
+            if held.is_complex:
+                flat = torch.view_as_real(flat)
             wire = self.setting.wire_dtype or flat.dtype
             if group is not None:
                 # float16 ends at 65504: divided ahead of the wire, then.
@@ -167,6 +170,8 @@ class EagerStep:
                 flat = sent.to(flat.dtype) if ahead else sent.to(flat.dtype) / divisor
             else:
                 flat = flat / local
+            if held.is_complex:
+                flat = torch.view_as_complex(flat)
             sizes = [self.sums[name].numel() for name in bucket]
             for name, piece in zip(bucket, flat.split(sizes), strict=True):
                 self._install(self.capture.parameters[name], piece)
