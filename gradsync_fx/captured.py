@@ -125,6 +125,16 @@ class CapturedStep:
         )
 
     @property
+    def reduced(self) -> frozenset[str]:
+        """Parameters whose gradients are reduced over the ranks of the window, and so stay the same on all of them."""
+        return frozenset(
+            self.capture.step.leaves[leaf].name
+            for bucket in self.plan.buckets
+            if bucket.reduction.group == self.plan.group
+            for leaf in bucket.leaves
+        )
+
+    @property
     def can_close(self) -> bool:
         """Whether its tail can close a window without data."""
         return self.updates

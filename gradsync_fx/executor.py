@@ -4,9 +4,12 @@ An accumulate call runs one program and speaks to nobody. A window closes in a c
 after the data (flush); in all three the ranks tell each other where they stand, and then each of them
 
     runs the boundary program (or the tail program, without data)     if all ranks have the same gradients to reduce
-                                                                      and each has a term that certainly counts
+                                                                      and each has a term that certainly counts,
+                                                                      and either all of them have data or none
     runs the accumulate program, then the tail for the union of what  otherwise: branches that differ, or weights that
-    the ranks' windows hold, or makes no update if that is nothing    may all be zero
+    the ranks' windows hold, or makes no update if that is nothing    may all be zero; a rank without data among others,
+                                                                      as an update compiled into another program
+                                                                      may round otherwise
 """
 
 from __future__ import annotations
@@ -22,9 +25,11 @@ from gradsync_fx.capture import Capture
 from gradsync_fx.captured import NONE, CapturedStep
 from gradsync_fx.catalogue import Catalogue, Found
 from gradsync_fx.dividing import Divisors, divisors_of, totals_of
+from gradsync_fx.drift import Drift
 from gradsync_fx.eager.step import EagerStep
 from gradsync_fx.errors import GradSyncWarning
 from gradsync_fx.integrity import Integrity
+from gradsync_fx.lowering import as_it_is
 from gradsync_fx.module_buffers import ModuleBuffers
 from gradsync_fx.options import Options
 from gradsync_fx.planning import Setting, shared_options
@@ -60,6 +65,7 @@ class Executor:
         self.integrity = Integrity()
         self.catalogue = Catalogue(self.accumulators, self.integrity, simulated)
         self.buffers = ModuleBuffers()
+        self.drift = Drift()
         self.only_find = False
         self.saved: WindowState | None = None
         self._line, self._begun = Line(None, None), False
@@ -95,6 +101,7 @@ class Executor:
                 alike = shared_options(setting, self.options)
                 check_replicas(self._line, alike, capture.parameters, capture.buffers)
         self.buffers.first(captured)
+        self.drift.begin(capture.parameters)
         self._begun = True
         self.integrity.over()
 
@@ -171,6 +178,7 @@ class Executor:
             weights=self._weights(captured, after),
         )
         with self.integrity.among_ranks(alone=self._line.group is None):
+            self.drift.compare(self._line)
             meeting = self._line.meet(mine)
             if meeting.someone_runs and self.options.sync_each_batch:
                 check_same_layout(meeting)
@@ -216,7 +224,11 @@ class Executor:
             # Its own calls close its windows (eager/window.py): this is an end without data.
             self.window = after
             updated = self._close_in_turn(captured, meeting)
-        elif meeting.certain and all(totals[part] > 0 for part in closing):
+        elif (
+            meeting.certain
+            and all(totals[part] > 0 for part in closing)
+            and (meeting.all_or_none_run or as_it_is(self.options))
+        ):
             updated, divisors = closing, self._divisors(totals)
             with captured.side_by_side(self._line, settled=all(p.settled for p in meeting.ranks)):
                 if args is not None:
@@ -258,6 +270,10 @@ class Executor:
         if updated:
             self.buffers.after_boundary(captured)
         self.integrity.over()
+        if updated:
+            with self.integrity.among_ranks(alone=self._line.group is None):
+                self.drift.updated(self._line, self.window.optimizer_step, captured.reduced)
+            self.integrity.over()
         if not updated and meeting.pending:
             warnings.warn(
                 "a window closed without a single term on any rank (skipped, not finite, or of zero weight): no update",
@@ -269,8 +285,17 @@ class Executor:
         self, captured: CapturedStep, meeting: Meeting, results: list[Any]
     ) -> frozenset[int]:
         """The tail for all that the ranks' windows hold; returns the parts that it updated."""
-        closing, runs = meeting.closing, bool(results)
-        names = self._line.names(self.accumulators.names(closing))
+        runs = bool(results)
+        held = self._line.names(
+            [
+                f"{part} {name}"
+                for part in meeting.closing
+                for name in self.accumulators.names([part])
+            ]
+        )
+        names = [name.partition(" ")[2] for name in held]
+        # At the end of all data every part closes, also one that has just been closed and holds nothing.
+        closing = frozenset(int(name.partition(" ")[0]) for name in held) or meeting.closing
         whole = meeting.uniform and set(names) == set(captured.names_of(closing))
         target = self.catalogue.for_parameters(captured, names, closing) if names else captured
         ready = target is not None and not (runs and any(captured.regions.stages.values()))

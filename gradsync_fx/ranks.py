@@ -71,6 +71,11 @@ class Meeting:
         return any(p.runs for p in self.ranks)
 
     @property
+    def all_or_none_run(self) -> bool:
+        """Whether all ranks have data for this call, or none has: then they run the same program."""
+        return len({bool(p.runs) for p in self.ranks}) == 1
+
+    @property
     def uniform(self) -> bool:
         """Whether all ranks have the same gradients to reduce, in the same order."""
         return len({p.layout for p in self.ranks}) == 1 and self.ranks[0].layout > 0

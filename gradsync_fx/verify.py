@@ -54,13 +54,20 @@ def _check_reductions(program: Program, plan: Plan, *, tail: bool) -> None:
         reducing = () if tail else plan.buckets
     wanted = sum(_reductions_of(plan, bucket, tail=tail) for bucket in reducing)
     weighed = {b.part for b in reducing} if plan.weighing and plan.group else set()
-    wanted += sum(1 for part in weighed if carrier(plan, part) is None)
+    wanted += sum(1 for part in weighed if carrier(plan, part) is None and _is_read(plan, part))
     if found != wanted:
         raise VerificationError(
             f"{program.name} program",
             seen=f"{found} reductions of gradients",
             wanted=f"{wanted}: one for each bucket that closes",
         )
+
+
+def _is_read(plan: Plan, part: int) -> bool:
+    """Whether the weight of a part, summed over the ranks, is read: divided by, held, or scaled by."""
+    assert plan.weighing is not None
+    held = part not in plan.closing or plan.wire_dtype is torch.float16
+    return plan.weighing.divides or (plan.sync_each_batch and held)
 
 
 def _reductions_of(plan: Plan, bucket: Bucket, *, tail: bool) -> int:

@@ -54,6 +54,7 @@ LAYERS = [
     ],
     [
         "later",
+        "drift",
         "replicas",
         "side_by_side",
         "canonicalize",

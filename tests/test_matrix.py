@@ -45,7 +45,7 @@ ELSEWHERE = {
     "options": "test_options.py",
 }
 # float16 and bfloat16 on the wire round; Muon multiplies in bfloat16, eagerly and compiled.
-TOLERANCES = {"bfloat16": 5e-3, "float16": 1e-3, "muon": 2e-2, None: 2e-6}
+TOLERANCES = {"bfloat16": 1e-2, "float16": 1e-2, "muon": 2e-2, None: 2e-6}
 
 
 def rows() -> Iterator[dict[str, Any]]:
@@ -55,7 +55,11 @@ def rows() -> Iterator[dict[str, Any]]:
 
 
 def tolerance(row: dict[str, Any]) -> float:
-    return max(TOLERANCES[key] for key in (None, row["reduce_dtype"], row["optimizer"]) if key in TOLERANCES)
+    return max(
+        TOLERANCES[key]
+        for key in (None, row["reduce_dtype"], row["optimizer"])
+        if key in TOLERANCES
+    )
 
 
 def title(row: dict[str, Any]) -> str:

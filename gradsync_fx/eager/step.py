@@ -149,6 +149,11 @@ class EagerStep:
             fix="pass the optimizer to the step as an argument",
         )
 
+    @property
+    def reduced(self) -> frozenset[str]:
+        """Parameters whose gradients are reduced over the ranks of the window, and so stay the same on all of them."""
+        return frozenset(self.sums).difference(self.setting.ignored)
+
     # The end of a window.
 
     def reduce(self, names: Collection[str], divisor: float, local: float) -> None:
