@@ -25,6 +25,7 @@ from gradsync_fx._torch import (
 from gradsync_fx.check_lowered import Behind, check_lowered
 from gradsync_fx.compile_once import compile_once
 from gradsync_fx.fusible import add_products, norms_as_sums, numbers_as_tensors, write_early
+from gradsync_fx.gc_off import gc_off
 from gradsync_fx.inlining import copy_module, inline_bodies
 from gradsync_fx.kernels import Cut, Kernel, KernelCall, Wait, cut_updates, run_calls
 from gradsync_fx.options import LEVERS, Options
@@ -112,8 +113,9 @@ def _inductor(program: Program, fake_mode: Any, options: Options) -> Compiled:
     if all(v.device.type == "cpu" for v in program.inputs() if isinstance(v, torch.Tensor)):
         # Turning convolutions to channels last is for GPUs: on a CPU it costs more than they do.
         patches.setdefault("layout_optimization", False)
-    rewritten = rewrite(program, fake_mode, levers)
-    rewritten.check(program)
+    with gc_off():
+        rewritten = rewrite(program, fake_mode, levers)
+        rewritten.check(program)
     cut = rewritten.cut
 
     def compiled(module: GraphModule, inputs: list[Any], fake_mode: Any) -> Compiled:

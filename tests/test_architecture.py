@@ -11,7 +11,7 @@ import gradsync_fx
 
 ROOT = Path(gradsync_fx.__file__).parent
 LAYERS = [
-    ["errors", "shared_memory", "version"],
+    ["errors", "gc_off", "shared_memory", "version"],
     [
         "integrity",
         "lost",

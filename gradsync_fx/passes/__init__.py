@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from gradsync_fx.draft import Draft
+from gradsync_fx.gc_off import gc_off
 from gradsync_fx.journal import Journal
 from gradsync_fx.passes.accumulate import (
     accumulate_gradients,
@@ -56,21 +53,9 @@ TAIL: list[Pass] = [
 
 def build(name: str, plan: Plan, fake_mode: object, journal: Journal, *, tail: bool) -> Program:
     """One program of a step, verified."""
-    with _collector_at_rest():
+    with gc_off():
         draft = Draft.copy_of(name, plan.step, fake_mode)
         run_passes(draft, plan, TAIL if tail else MICRO_STEP, journal)
         program = draft.finish()
         verify(program, plan, tail=tail)
     return program
-
-
-@contextmanager
-def _collector_at_rest() -> Iterator[None]:
-    """Thousands of new nodes, none of them garbage, would each time have all looked through that Dynamo left behind."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
