@@ -21,6 +21,7 @@ from gradsync_fx.accumulators import Accumulators
 from gradsync_fx.capture import Capture
 from gradsync_fx.captured import NONE, CapturedStep
 from gradsync_fx.catalogue import Catalogue, Found
+from gradsync_fx.collectives import Agreement
 from gradsync_fx.dividing import Divisors, divisors_of, totals_of
 from gradsync_fx.eager.step import EagerStep
 from gradsync_fx.errors import GradSyncWarning
@@ -36,6 +37,7 @@ from gradsync_fx.ranks import (
     Meeting,
     Position,
     check_same_layout,
+    check_same_window,
 )
 from gradsync_fx.refusals import no_call_yet, no_common_tail
 from gradsync_fx.replicas import check_replicas
@@ -63,6 +65,7 @@ class Executor:
         self.only_find = False
         self.saved: WindowState | None = None
         self._line, self._begun = Line(None, None), False
+        self._agreement = Agreement()
         self.discards = 0
         self._apart: tuple[CapturedStep, Meeting, list[Any]] | None = None
 
@@ -93,7 +96,10 @@ class Executor:
         if setting.group is not None:
             with self.integrity.among_ranks():
                 alike = shared_options(setting, self.options)
-                check_replicas(self._line, alike, capture.parameters, capture.buffers)
+                parameters = {
+                    n: p for n, p in capture.parameters.items() if n not in setting.ignored
+                }
+                check_replicas(self._line, alike, parameters, setting.shared_buffers)
         self.buffers.first(captured)
         self._begun = True
         self.integrity.over()
@@ -168,10 +174,16 @@ class Executor:
             certain=captured.certain(self.accumulators.in_window, closing),
             discards=self.discards,
             settled=captured.settled,
+            collectives=captured.collectives.number,
+            bound=captured.collectives.bound(closes=bool(closing)) if runs else 0,
+            fed=max(part.summed for part in after.parts),
             weights=self._weights(captured, after),
         )
         with self.integrity.among_ranks(alone=self._line.group is None):
             meeting = self._line.meet(mine)
+            self._agreement.check(self._line, meeting, captured.collectives)
+            check_same_window(meeting)
+            self.buffers.follow(meeting)
             if meeting.someone_runs and self.options.sync_each_batch:
                 check_same_layout(meeting)
         return meeting

@@ -13,6 +13,7 @@ from gradsync_fx._torch import (
     NOT_FOR_OUR_PROGRAMS,
     TracingContext,
     compile_fx_inner,
+    in_order_with_collectives,
     inductor_config,
     inductor_globals,
     inductor_joint_passes,
@@ -28,6 +29,7 @@ from gradsync_fx.kernels import Cut, cut_updates, run_calls
 from gradsync_fx.options import LEVERS, Options
 from gradsync_fx.overlap import gradient_reductions, reduce_in_place, wait_late
 from gradsync_fx.program import Program, output_values
+from gradsync_fx.wire import START_SUMS
 
 
 Compiled = Callable[[list[Any]], Any]
@@ -123,6 +125,7 @@ def _compiled(
         tracing(TracingContext(fake_mode)),
         inductor_globals.set_fake_mode(fake_mode),
         inductor_config.patch(patches),
+        in_order_with_collectives(START_SUMS),
     ):
         module = inductor_joint_passes(module)
         (out,) = module.graph.find_nodes(op="output")

@@ -56,16 +56,16 @@ def run(
 
     without: as in `copied`. Raises `WindowError` for a step that makes no call of backward.
     """
-    setting = find_setting(step.ddp, options)
+    setting = find_setting(step, options)
     group = setting.group
     if group is not None and setting.broadcast_buffers != "never":
-        _from_rank_0(step, group)
+        _from_rank_0(setting)
     results, notes = [], []
     for args, kwargs in window[:-1]:
         results.append(_call(step, args, kwargs, note := Noted(), None))
         notes.append(note)
         if group is not None and setting.broadcast_buffers == "every":
-            _from_rank_0(step, group)
+            _from_rank_0(setting)
     args, kwargs = window[-1]
     rehearsal = copied(step.function, args, kwargs, without)
     with same_random_numbers():
@@ -77,9 +77,10 @@ def run(
     return results
 
 
-def _from_rank_0(step: Copy, group: Any) -> None:
-    for buffer in step.buffers.values():
-        dist.broadcast(buffer, dist.get_global_rank(group, 0), group=group)
+def _from_rank_0(setting: Setting) -> None:
+    assert setting.group is not None
+    for buffer in setting.shared_buffers.values():
+        dist.broadcast(buffer, dist.get_global_rank(setting.group, 0), group=setting.group)
 
 
 def _call(step: Copy, args: Any, kwargs: Any, noted: Noted, totals: list[Gradients] | None) -> Any:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,9 +33,10 @@ class Position:
     kind: of its call. runs: whether it has data for it. k: 0 where the step decides. pending: micro-steps of the
     window, this call included. closing: the parts that the call closes, as bits. layout: of its buckets; 0 where no
     one layout holds the window's gradients, `EAGER` where the step runs eagerly. certain: whether each gradient in
-    these buckets has a term that counts. settled: whether it knows which of the buckets lie in memory that all ranks
-    reach. weights: of each part's terms on this rank; where weights are known only when a micro-step has run, without
-    this call's.
+    these buckets has a term that counts. settled: whether it knows which of the buckets lie in memory that all
+    ranks reach. collectives: a number for those of the step itself (collectives.py). bound: how many of these this
+    call runs that need its data. fed: its micro-steps with data in the open window, this call included. weights: of
+    each part's terms on this rank; where weights are known only when a micro-step has run, without this call's.
     """
 
     kind: int
@@ -47,6 +49,9 @@ class Position:
     discards: int
     certain: int
     settled: int
+    collectives: int
+    bound: int
+    fed: int
     weights: tuple[float, ...]
 
 
@@ -85,6 +90,12 @@ class Meeting:
         """The parts that the calls close; all parts where every rank flushes."""
         bits = next((p.closing for p in self.ranks if p.kind != FLUSH), -1)
         return frozenset(i for i in range(len(self.ranks[0].weights)) if bits >> i & 1)
+
+    @property
+    def fed(self) -> list[int]:
+        """The ranks with data in this window; those whose data has ended only where there is no other."""
+        found = [rank for rank, p in enumerate(self.ranks) if p.fed]
+        return [rank for rank in found if self.ranks[rank].kind != FLUSH] or found
 
     @property
     def pending(self) -> int:
@@ -157,14 +168,12 @@ class Line:
         return sorted(found - {""})
 
     def meet(self, mine: Position) -> Meeting:
-        """Every rank's position. Raises `RanksDisagreeError`, on every rank, when windows differ."""
+        """Every rank's position."""
         fixed = [mine.kind, mine.runs, mine.k, mine.pending, mine.closing, mine.optimizer_step]
-        numbers = [*fixed, mine.layout, mine.discards, mine.certain, mine.settled, *mine.weights]
+        asked = [mine.layout, mine.discards, mine.certain, mine.settled]
+        numbers = [*fixed, *asked, mine.collectives, mine.bound, mine.fed, *mine.weights]
         rows = self.gather(numbers, where=self.place(mine.pending, mine.k, mine.optimizer_step))
-        everyone = [_position(row) for row in rows]
-        if self.group is not None:
-            _check(everyone)
-        return Meeting(everyone)
+        return Meeting([_position(row) for row in rows])
 
     def place(self, pending: int, k: int, optimizer_step: int) -> str:
         """Where this rank stands, for people."""
@@ -173,14 +182,15 @@ class Line:
 
 
 def _position(row: list[float]) -> Position:
-    numbers, weights = map(int, row[:10]), tuple(row[10:])
-    kind, runs, k, pending, closing, update, layout, discards, certain, settled = numbers
-    return Position(
-        kind, runs, k, pending, closing, update, layout, discards, certain, settled, weights
-    )
+    *names, weights = (field.name for field in fields(Position))
+    held: dict[str, Any] = dict(zip(names, map(int, row), strict=False))
+    held[weights] = tuple(row[len(names) :])
+    return Position(**held)
 
 
-def _check(everyone: list[Position]) -> None:
+def check_same_window(meeting: Meeting) -> None:
+    """Raises `RanksDisagreeError`, on every rank, when windows differ."""
+    everyone = meeting.ranks
     calls = [p for p in everyone if p.kind != FLUSH]
     counted = [p for p in calls if p.k]
     if len({p.k for p in calls}) > 1 or len({p.pending for p in counted}) > 1:
@@ -251,9 +261,9 @@ def _came_within(work: dist.Work, seconds: float) -> bool:
     return True
 
 
-def broadcast(group: ProcessGroup, tensors: list[torch.Tensor]) -> None:
-    """Rank 0's values everywhere (rank 0 of the group); tensors of one dtype and device travel as one."""
-    source = dist.get_global_rank(group, 0)
+def broadcast(group: ProcessGroup, tensors: list[torch.Tensor], rank: int = 0) -> None:
+    """One rank's values everywhere (its rank in the group); tensors of one dtype and device travel as one."""
+    source = dist.get_global_rank(group, rank)
     alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
         alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)

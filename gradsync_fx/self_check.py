@@ -144,7 +144,7 @@ def check(
             finally:
                 step.discard()  # after an error: nobody is to hear of the window of a copy
     values = tuple(_compared(ours, plain, rounded, _precision(options), rtol))
-    setting = find_setting(plain.copy.ddp, options)
+    setting = find_setting(plain.copy, options)
     apart = torch.zeros(setting.world)
     apart[setting.rank] = not all(value.equal for value in values)
     if setting.group is not None:

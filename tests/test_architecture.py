@@ -54,6 +54,7 @@ LAYERS = [
     ],
     [
         "later",
+        "in_place",
         "replicas",
         "side_by_side",
         "canonicalize",
@@ -70,7 +71,7 @@ LAYERS = [
         "inspection.costs",
         "diagnosis.rules_of_gradients",
     ],
-    ["integrations.accelerate"],
+    ["collectives", "integrations.accelerate"],
     ["alike", "host_split", "as_compiled"],
     ["optimizer_trace"],
     [
@@ -87,6 +88,7 @@ LAYERS = [
     [
         "passes.sums",
         "passes.base",
+        "passes.remain",
         "verify",
         "planning",
         "inlining",
