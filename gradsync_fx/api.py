@@ -54,7 +54,7 @@ class OptimizedStep:
     ) -> None:
         functools.update_wrapper(self, train_step)
         self._executor = Executor(options, simulated)
-        self._losses = NamedLosses(self._executor.place)
+        self._losses = NamedLosses(self._executor.place, self._executor.absent)
         self._to_check = options.self_check
         self._simulated, self._train_step = simulated is not None, train_step
         self._find = _Finder(train_step, self._executor)

@@ -149,6 +149,10 @@ class Executor:
         window = self.window
         return self._line.place(window.pending + 1, max(self.options.steps), window.optimizer_step)
 
+    def absent(self) -> list[int]:
+        """The ranks that are missing in a program, where that is known."""
+        return self._line.absent(behind=True)
+
     def next_place(self) -> str:
         """Where the next call stands, for people."""
         return f"micro-step {self.window.pending + 1}/{max(self.options.steps) or '?'}"

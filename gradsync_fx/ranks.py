@@ -18,8 +18,15 @@ from torch.distributed import ProcessGroup
 
 from gradsync_fx._torch import all_gather_single
 from gradsync_fx.errors import RanksDisagreeError
-from gradsync_fx.lost import broken, lost
-from gradsync_fx.presence import give_up, someone_compiles, who_gave_up
+from gradsync_fx.lost import broken, lost, waited
+from gradsync_fx.presence import (
+    find_absent,
+    give_up,
+    next_meeting,
+    someone_compiles,
+    wait_here,
+    who_gave_up,
+)
 
 
 ACCUMULATE, BOUNDARY, FLUSH = 0, 1, 2
@@ -117,6 +124,7 @@ class Line:
         """Every rank's numbers, in rank order. float64: integers are exact up to 2**53."""
         if self.group is None:
             return [list(values)]
+        next_meeting(self.group.group_name)
         mine = torch.tensor(values, dtype=torch.float64, device=_device(self.group))
         world = dist.get_world_size(self.group)
         everyone = torch.empty(world * len(values), dtype=torch.float64, device=mine.device)
@@ -132,8 +140,9 @@ class Line:
                 self._look_round_until_it_came(work, where)
             work.wait()
         except RuntimeError as failure:
-            give_up(name, where)
-            raise lost(broken(failure), where) from failure
+            absent = self.absent()
+            give_up(name, waited(where, absent))
+            raise lost(broken(failure), where, absent) from failure
         early = who_gave_up(name) if self.timeout is not None else None
         if early is not None:
             raise lost(f"{early}, when it gave up waiting for this one", where)
@@ -144,14 +153,24 @@ class Line:
         name, limit = self.group.group_name, math.inf if self.timeout is None else self.timeout
         end = time.monotonic() + limit
         while not _came_within(work, min(1.0, limit / 10)):
+            wait_here(self.group)
             early = who_gave_up(name)
             if early is not None:
-                raise lost(f"{early}, when it gave up", where)
+                raise lost(f"{early}, when it gave up", where, self.absent())
             if someone_compiles():
                 end = time.monotonic() + limit
             elif time.monotonic() >= end:
-                give_up(name, where)
-                raise lost(f"not all came within {limit:g} s, and none was compiling", where)
+                absent = self.absent()
+                give_up(name, waited(where, absent))
+                late = f"not there within {limit:g} s, and no rank was compiling"
+                raise lost(late, where, absent)
+
+    def absent(self, *, behind: bool = False) -> list[int]:
+        """The ranks that this one waits for in vain, as far as ranks wrote down where they are.
+
+        behind: not in a meeting, but in what follows one.
+        """
+        return [] if self.group is None else find_absent(self.group, behind=behind)
 
     def texts(self, mine: str) -> list[str]:
         """Every rank's text, in rank order."""
