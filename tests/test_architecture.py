@@ -65,6 +65,7 @@ LAYERS = [
     [
         "answers",
         "regions",
+        "parallelism",
         "bodies",
         "state",
         "wire",
