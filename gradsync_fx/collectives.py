@@ -69,6 +69,11 @@ class OwnCollectives:
             at_end=sum(c not in regions.tail_collectives for c in late),
         )
 
+    @classmethod
+    def unseen(cls, line: str) -> OwnCollectives:
+        """Of a step that runs eagerly, at this line: that it has some is all that is known."""
+        return cls((Remaining("a collective", (), "?", "?", line),), 1, each_call=1)
+
     def bound(self, *, closes: bool) -> int:
         """How many of a call's need its data."""
         return self.each_call + (self.at_end if closes else 0)

@@ -97,3 +97,10 @@ def test_groups_of_their_own(ranks: Ranks) -> None:
 def test_a_rank_without_data_for_them(ranks: Ranks, end: str, k: int) -> None:
     errors = ranks(remaining.without_data, end, k)
     check_both(errors, "RanksDisagreeError", "all_reduce", "remaining.py:", "ranks [1] have none")
+
+
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("end", ["flush", "skip"])
+def test_a_rank_without_data_for_those_of_an_eager_step(ranks: Ranks, end: str, k: int) -> None:
+    errors = ranks(remaining.without_data, end, k, True)
+    check_both(errors, "RanksDisagreeError", "a collective", "remaining.py:", "ranks [1] have none")

@@ -51,10 +51,10 @@ class EagerStep:
 
     why: the error that kept it from being captured. deeds: what the latest call did with its gradients. weighs: as in
     `CapturedStep`. sums: the window's, by parameter name. trained: parameters that ever received a gradient. settled:
-    it has nothing to share in memory. collectives: its own are not known.
+    it has nothing to share in memory. collectives: its own, once a call has shown whether it has any.
     """
 
-    settled, collectives = True, OwnCollectives()
+    settled = True
 
     def __init__(
         self,
@@ -93,6 +93,7 @@ class EagerStep:
         self.name_of = {id(p): n for n, p in self.capture.parameters.items()}
         self.trained: set[str] = set()
         self.deeds: list[Deed] = []
+        self.collectives = OwnCollectives()
 
     # What the runtime asks of a captured step, too.
 
@@ -108,7 +109,10 @@ class EagerStep:
 
     @property
     def speaks_in_every_call(self) -> bool:
-        return self.setting.group is not None and (
+        if self.setting.group is None:
+            return False
+        own = self.collectives.each_call > 0 and not self.options.manual
+        return own or (
             self.setting.broadcast_buffers == "every" and bool(self.setting.shared_buffers)
         )
 
