@@ -14,6 +14,7 @@ Answers at other libraries' calls are in integrations/, in the same form.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
@@ -32,6 +33,7 @@ from gradsync_fx._torch import (
     GuardBuilder,
     NullContextVariable,
     TensorVariable,
+    TorchDynamoException,
     TupleVariable,
     UserDefinedObjectVariable,
     VariableTracker,
@@ -42,7 +44,8 @@ from gradsync_fx._torch import (
     read_attribute,
 )
 from gradsync_fx.controls import TRACED
-from gradsync_fx.later import check_appended
+from gradsync_fx.in_place import refuse_overwritten
+from gradsync_fx.later import check_appended, give_behind
 from gradsync_fx.observed import (
     HostCall,
     NoSync,
@@ -117,7 +120,11 @@ def backward(
     if create_graph is not None:
         kwargs["create_graph"] = create_graph
     args = [self, TupleVariable(leaves)] + ([] if is_none(gradient) else [gradient])
-    grads = call(tx, torch.autograd.grad, *args, **kwargs)
+    try:
+        grads = call(tx, torch.autograd.grad, *args, **kwargs)
+    except TorchDynamoException as failure:
+        refuse_overwritten(tx, failure)
+        raise
     note(tx, self.call_method(tx, "detach", [], {}), Role.LOSS)
     demanded = {id(parameter): parameter for parameter in observed().demanded}
     with no_grad(tx):
@@ -288,19 +295,35 @@ def no_sync(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any
 
 
 def _end(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Drops what is left in `.grad`; notes it first where calls without an update belong to a window."""
+    """Drops what is left in `.grad`; notes it first where calls without an update belong to a window.
+
+    What an input has there is no window's: the input gets it, as from eager PyTorch.
+    """
     check_appended(tx)
     for optimizer in observed().optimizers:
         _check_groups(tx, optimizer)
     _, keep = (a.as_python_constant() for a in args)  # the demand becomes a guard by being read
     seen = observed().in_graph(tx.output)
     real_of = {var: real for real, var in real_tensors(tx)}
+    owned = {id(p) for o in seen.optimizers for p in parameters_of(o)}
     for var, attributes in list(tx.output.side_effects.store_attr_mutations.items()):
-        grad = attributes.pop("grad", None)
-        real = real_of.get(var)
-        if keep and not is_none(grad) and isinstance(real, torch.Tensor):
+        if "grad" not in attributes:
+            continue
+        grad, real = attributes.pop("grad"), real_of.get(var)
+        if not isinstance(real, torch.Tensor):
+            continue
+        if not isinstance(real, nn.Parameter) and id(real) not in owned and _is_input(var):
+            seen.inputs.append(real)
+            give_behind(tx, var, grad)
+        elif keep and not is_none(grad):
             note(tx, grad, Role.LEFT, seen.leaf_index(real))
     return const(None) if seen.chain is None else seen.chain
+
+
+def _is_input(var: Any) -> bool:
+    """Whether a tensor is data of the call: an argument, or in one, that the step does not write."""
+    given = re.fullmatch(r"L\['(args|kwargs)'\](\[[^\]]*\])*", var.source.name)
+    return given is not None and var.proxy.node.meta["example_value"]._version == 0
 
 
 def ddp_forward(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:

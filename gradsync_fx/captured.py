@@ -11,10 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.profiler import record_function
 
 from gradsync_fx._torch import compile_lock
 from gradsync_fx.capture import Capture
+from gradsync_fx.collectives import OwnCollectives
 from gradsync_fx.dividing import Divisors
 from gradsync_fx.errors import CaptureError, GradSyncWarning, UpdateError
 from gradsync_fx.flat import joined
@@ -64,7 +66,7 @@ class CapturedStep:
     ) -> None:
         self.capture, self.options, self._integrity = capture, options, integrity
         self.regions = find_regions(capture.step)
-        self.setting: Setting = find_setting(capture.ddp, options, simulated)
+        self.setting: Setting = find_setting(capture, options, simulated)
         self.journal = Journal()
         self.programs: dict[str, Program] = {}
         self.compile_seconds: dict[str, float] = {}
@@ -100,6 +102,8 @@ class CapturedStep:
             wire_dtype=self.setting.wire_dtype,
             sync_each_batch=options.sync_each_batch,
         )
+        real = isinstance(self.setting.group, ProcessGroup)  # none of simulated ranks are asked for
+        self.collectives = OwnCollectives.of(self.regions) if real else OwnCollectives()
         # All parameters that receive a gradient: every call asks for them.
         self.names = self.names_of(self.plan.parts)
 
@@ -181,11 +185,13 @@ class CapturedStep:
 
     @property
     def speaks_in_every_call(self) -> bool:
-        """Whether also an accumulate call has collectives of ours."""
+        """Whether also an accumulate call meets the other ranks: it has collectives anyway, of ours or of its own."""
         if self.setting.group is None:
             return False
-        return self.options.sync_each_batch or (
-            self.setting.broadcast_buffers == "every" and bool(self.capture.buffers)
+        return (
+            self.options.sync_each_batch
+            or (self.setting.broadcast_buffers == "every" and bool(self.setting.shared_buffers))
+            or self.collectives.each_call > 0
         )
 
     @property

@@ -24,6 +24,7 @@ from gradsync_fx.accumulators import Accumulators
 from gradsync_fx.capture import Capture
 from gradsync_fx.captured import NONE, CapturedStep
 from gradsync_fx.catalogue import Catalogue, Found
+from gradsync_fx.collectives import Agreement
 from gradsync_fx.dividing import Divisors, divisors_of, totals_of
 from gradsync_fx.drift import Drift
 from gradsync_fx.eager.step import EagerStep
@@ -41,6 +42,7 @@ from gradsync_fx.ranks import (
     Meeting,
     Position,
     check_same_layout,
+    check_same_window,
 )
 from gradsync_fx.refusals import no_call_yet, no_common_tail
 from gradsync_fx.replicas import check_replicas
@@ -69,6 +71,7 @@ class Executor:
         self.only_find = False
         self.saved: WindowState | None = None
         self._line, self._begun = Line(None, None), False
+        self._agreement = Agreement()
         self.discards = 0
         self._apart: tuple[CapturedStep, Meeting, list[Any]] | None = None
 
@@ -96,12 +99,13 @@ class Executor:
         self.integrity.check("the first call")
         setting, capture = captured.setting, captured.capture
         self._line = Line(setting.group, self.options.rank_timeout)
+        shared = {n: p for n, p in capture.parameters.items() if n not in setting.ignored}
         if setting.group is not None:
             with self.integrity.among_ranks():
                 alike = shared_options(setting, self.options)
-                check_replicas(self._line, alike, capture.parameters, capture.buffers)
+                check_replicas(self._line, alike, shared, setting.shared_buffers)
         self.buffers.first(captured)
-        self.drift.begin(capture.parameters)
+        self.drift.begin(shared)
         self._begun = True
         self.integrity.over()
 
@@ -150,6 +154,10 @@ class Executor:
         window = self.window
         return self._line.place(window.pending + 1, max(self.options.steps), window.optimizer_step)
 
+    def absent(self) -> list[int]:
+        """The ranks that are missing in a program, where that is known."""
+        return self._line.absent(behind=True)
+
     def next_place(self) -> str:
         """Where the next call stands, for people."""
         return f"micro-step {self.window.pending + 1}/{max(self.options.steps) or '?'}"
@@ -175,11 +183,17 @@ class Executor:
             certain=captured.certain(self.accumulators.in_window, closing),
             discards=self.discards,
             settled=captured.settled,
+            collectives=captured.collectives.number,
+            bound=captured.collectives.bound(closes=bool(closing)) if runs else 0,
+            fed=max(part.summed for part in after.parts),
             weights=self._weights(captured, after),
         )
         with self.integrity.among_ranks(alone=self._line.group is None):
             self.drift.compare(self._line)
             meeting = self._line.meet(mine)
+            self._agreement.check(self._line, meeting, captured.collectives)
+            check_same_window(meeting)
+            self.buffers.follow(meeting)
             if meeting.someone_runs and self.options.sync_each_batch:
                 check_same_layout(meeting)
         return meeting

@@ -14,6 +14,7 @@ from gradsync_fx._torch import (
     NOT_FOR_OUR_PROGRAMS,
     TracingContext,
     compile_fx_inner,
+    in_order_with_collectives,
     inductor_config,
     inductor_globals,
     inductor_joint_passes,
@@ -31,6 +32,7 @@ from gradsync_fx.kernels import Cut, Kernel, KernelCall, Wait, cut_updates, run_
 from gradsync_fx.options import LEVERS, Options
 from gradsync_fx.overlap import gradient_reductions, reduce_in_place, wait_late
 from gradsync_fx.program import Program, output_values
+from gradsync_fx.wire import START_SUMS
 
 
 Compiled = Callable[[list[Any]], Any]
@@ -51,9 +53,9 @@ def as_it_is(options: Options) -> bool:
 
 def lower(program: Program, fake_mode: Any, options: Options) -> Compiled:
     """Compiles a program. The callable takes the list of its inputs, which it may empty, and returns its outputs."""
-    if options.backend == "inductor":
+    if options.backend == "inductor" and not _is_complex(program):
         return _inductor(program, fake_mode, options)
-    if as_it_is(options):
+    if as_it_is(options) or options.backend == "inductor":
         return lambda args: program.module(*args)
     backend = (
         lookup_backend(options.backend) if isinstance(options.backend, str) else options.backend
@@ -62,6 +64,11 @@ def lower(program: Program, fake_mode: Any, options: Options) -> Compiled:
     inline_bodies(module, fake_mode)
     compiled = backend(module, program.inputs())
     return lambda args: compiled(*args)
+
+
+def _is_complex(program: Program) -> bool:
+    """Whether it has complex inputs: Inductor has no kernels for them, and knows no product with a symbolic number."""
+    return any(v.is_complex() for v in program.inputs() if isinstance(v, torch.Tensor))
 
 
 @dataclass(slots=True)
@@ -157,6 +164,7 @@ def _compiled(
         tracing(TracingContext(fake_mode)),
         inductor_globals.set_fake_mode(fake_mode),
         inductor_config.patch(patches),
+        in_order_with_collectives(START_SUMS),
     ):
         module = inductor_joint_passes(module)
         (out,) = module.graph.find_nodes(op="output")

@@ -55,6 +55,7 @@ LAYERS = [
     [
         "later",
         "drift",
+        "in_place",
         "replicas",
         "side_by_side",
         "canonicalize",
@@ -65,13 +66,14 @@ LAYERS = [
     [
         "answers",
         "regions",
+        "parallelism",
         "bodies",
         "state",
         "wire",
         "inspection.costs",
         "diagnosis.rules_of_gradients",
     ],
-    ["integrations.accelerate"],
+    ["collectives", "integrations.accelerate"],
     ["alike", "host_split", "as_compiled"],
     ["optimizer_trace"],
     [
@@ -88,6 +90,7 @@ LAYERS = [
     [
         "passes.sums",
         "passes.base",
+        "passes.remain",
         "planning",
         "inlining",
         "fusible",

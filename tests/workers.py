@@ -35,6 +35,7 @@ def serve(rank: int, world: int, store: str, pipe: Connection) -> None:
 
     torch.set_num_threads(1)
     warnings.simplefilter("error", UserWarning)
+    warnings.filterwarnings("ignore", "the step runs eagerly")
     # Scenarios leave windows open.
     warnings.filterwarnings("ignore", ".* ended with .* pending micro-steps")
     with ExitStack() as stack:

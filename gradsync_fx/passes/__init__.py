@@ -20,6 +20,7 @@ from gradsync_fx.passes.reduce import (
     reduce_window,
     reset_accumulators,
 )
+from gradsync_fx.passes.remain import keep_collectives, keep_late_collectives
 from gradsync_fx.passes.update import inline_updates
 from gradsync_fx.passes.weigh import weigh_terms
 from gradsync_fx.plan import Plan
@@ -30,6 +31,7 @@ from gradsync_fx.verify import verify
 # A micro-step: the accumulate program when nothing closes, the boundary program when everything does. And the tail, an
 # update without a micro-step.
 MICRO_STEP: list[Pass] = [
+    keep_collectives,
     join_partial_sums,
     weigh_terms,
     accumulate_gradients,
@@ -41,6 +43,7 @@ MICRO_STEP: list[Pass] = [
     reset_accumulators,
 ]
 TAIL: list[Pass] = [
+    keep_late_collectives,
     join_partial_sums,
     forget_micro_step,
     leave_parameters,
