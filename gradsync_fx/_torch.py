@@ -148,6 +148,23 @@ READ_ATTRIBUTE = (
 # Whether an f-string may hold a number that only the program knows: 2.11 asks for its value.
 FORMATS_NUMBERS = torch_version() >= (2, 13)
 
+
+def written_outside() -> list[tuple[int, bool]]:
+    """Inputs that AOTAutograd writes itself, behind the graph that it compiles, which returns their values first.
+
+    Each with whether it becomes another tensor (`x.data = y`), not only another value. Seen in 2.13.
+    """
+    context = TracingContext.try_get()
+    found = context.fw_metadata if context is not None else None
+    if found is None:
+        return []
+    about = found.input_info
+    return [
+        (i, about[i].mutates_metadata or about[i].mutates_storage_metadata)
+        for i in found.mutated_inp_runtime_indices
+    ]
+
+
 # What is replaced or called while a step is traced, or runs eagerly.
 NEEDED: tuple[tuple[Any, str], ...] = (
     (UserDefinedObjectVariable, READ_ATTRIBUTE),
@@ -353,4 +370,5 @@ __all__ = [
     "tracing",
     "tree_leaves",
     "tree_map_only",
+    "written_outside",
 ]

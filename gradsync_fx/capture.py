@@ -42,6 +42,7 @@ from gradsync_fx.interception import intercepting
 from gradsync_fx.observed import CallSite, Declared, HostCall, Observed, observed, readable
 from gradsync_fx.ops import LEAF_GRAD, OURS, TORCHS, UPDATE, argument
 from gradsync_fx.optimizer_state import parameters_of
+from gradsync_fx.past_autograd import keep_writes
 from gradsync_fx.presence import compiling
 from gradsync_fx.program import Kind, Leaf, Slot, Step, writes
 from gradsync_fx.remat import refuse_reentrant, rematerialize, torch_pass_off
@@ -165,6 +166,7 @@ def _functional(
     ]
 
     def receive(graph: GraphModule, fakes: Any) -> Any:
+        keep_writes(graph, [source for source, _ in sources])
         rematerialize(graph)
         capture = _capture(graph, fakes, sources, seen, manual)
         ready: list[Callable[[list[Any]], Any]] = []

@@ -3,9 +3,10 @@
 gradient marker   the running gradient of a leaf; the window's sum is spliced in here. A marker that only feeds the
                   next marker of its leaf (a second backward) is a partial sum, not a cut.
 beyond            nodes that depend on a gradient: clipping, norms, hand-written reductions, the update
-writes            to a parameter: boundary. To a buffer or to another tensor: every call, unless the value depends
-                  on a gradient or on the update; then boundary. (A buffer fed by data through updated parameters, as
-                  batch statistics in a GAN step, is written on every call, computed from the parameters as they are.)
+writes            every call, unless the value depends on a gradient or on the update; then boundary. (A buffer fed by
+                  data through updated parameters, as batch statistics in a GAN step, is written on every call, computed
+                  from the parameters as they are.) A parameter that is written in forward and updated behind it has
+                  both: on every call what the update would be given (early_writes)
 outputs           likewise: what depends on a gradient, or on the update alone, is the boundary's
 tail              an update without a micro-step reads the user's own tensors (tail_data: an average of the weights, its
                   decay), and gives those outputs of the boundary that read none (tail_outputs: a clipped norm)
@@ -23,6 +24,7 @@ Nothing here reads a node's name or metadata; those serve messages only.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -54,6 +56,7 @@ class Regions:
     updates: tuple[Node, ...]
     beyond: frozenset[Node]
     boundary_writes: dict[Node, frozenset[Node]]
+    early_writes: frozenset[Node]
     boundary_outputs: dict[int, frozenset[Node]]
     update_sources: dict[Node, frozenset[Node]]
     stages: dict[int, int]
@@ -104,12 +107,17 @@ def find_regions(step: Step) -> Regions:
     )
 
     boundary: dict[Node, frozenset[Node]] = {}
+    early: set[Node] = set()
     for write in effects:
         kind, value = kinds[argument(write, 0)].kind, argument(write, 1)
         each_call = kind is Kind.BUFFER and value in from_data
         depends = value in reads_gradient or (value in after_update and not each_call)
-        if kind is Kind.PARAMETER or depends:
+        if depends:
             boundary[write] = nearest.of(value)
+            given = _given_to_update(value)
+            waiting = given in after_update or given in reads_gradient
+            if given is not argument(write, 0) and not waiting:
+                early.add(write)
 
     def waits(value: Node) -> bool:
         return value in reads_gradient or (value in after_update and value not in from_data)
@@ -133,6 +141,7 @@ def find_regions(step: Step) -> Regions:
         updates=updates,
         beyond=frozenset(downstream(stops)),
         boundary_writes=boundary,
+        early_writes=frozenset(early),
         boundary_outputs=outputs,
         update_sources=sources,
         stages=_stages(gradients, sources, order, nearest),
@@ -188,6 +197,15 @@ def _linear_images(markers: Collection[Node]) -> set[Node]:
                 reached.add(user)
                 stack.append(user)
     return reached
+
+
+def _given_to_update(value: Node) -> Node:
+    """The parameter that an update was given for this result of it; any other value is its own."""
+    while value.target is operator.getitem and argument(value, 0).target is ops.UPDATE:
+        value = argument(argument(value, 0), 2)[argument(value, 1)]
+        while value.target is torch.ops.aten.clone.default:
+            value = argument(value, 0)
+    return value
 
 
 def _stages(

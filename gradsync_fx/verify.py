@@ -17,7 +17,8 @@ def verify(program: Program, plan: Plan, *, tail: bool) -> None:
     """Raises `VerificationError` naming the node or input that breaks the program's specification.
 
     all          no marker left; every collective has its wait; every reader of a collective is that wait
-    accumulate   no gradient collective (unless sync_each_batch), no write to a parameter or to optimizer state
+    accumulate   no gradient collective (unless sync_each_batch), no write to optimizer state, nor to a parameter but
+                 those that the forward makes
     boundary,    one all-reduce for each bucket with a group, no more and no fewer
     tail
     held sums    of a part that closes: zero at the end; of one that stays open: what it was and this call's term, once
@@ -36,8 +37,12 @@ def verify(program: Program, plan: Plan, *, tail: bool) -> None:
     holders = program.module.graph.find_nodes(op="placeholder")
     held = dict(zip(program.slots, holders, strict=True))
     written = {argument(w, 0) for w in writes(program.module)}
+    in_forward = _written_in_forward(plan)
     for slot, holder in held.items():
-        if not plan.closing and slot.kind in (Kind.PARAMETER, Kind.STATE) and holder in written:
+        guarded = slot.kind is Kind.STATE or (
+            slot.kind is Kind.PARAMETER and slot.key not in in_forward
+        )
+        if not plan.closing and guarded and holder in written:
             raise VerificationError(
                 "accumulate program",
                 seen=f"it writes the {slot.kind.value} {slot.name!r}",
@@ -45,6 +50,17 @@ def verify(program: Program, plan: Plan, *, tail: bool) -> None:
             )
     _check_reductions(program, plan, tail=tail)
     _check_sums(program, plan, held, tail=tail)
+
+
+def _written_in_forward(plan: Plan) -> set[int]:
+    """Keys of the parameters that every call writes, whatever its window does."""
+    step, regions = plan.step, plan.regions
+    slots = dict(zip(step.module.graph.find_nodes(op="placeholder"), step.slots, strict=True))
+    return {
+        slots[argument(write, 0)].key
+        for write in writes(step.module)
+        if write not in regions.boundary_writes or write in regions.early_writes
+    }
 
 
 def _check_reductions(program: Program, plan: Plan, *, tail: bool) -> None:

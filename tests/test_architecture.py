@@ -86,6 +86,7 @@ LAYERS = [
         "inspection.page",
         "diagnosis.rules",
     ],
+    ["past_autograd"],
     ["capture", "inspection.text", "inspection.graphs", "inspection.tensors", "diagnose"],
     [
         "passes.sums",

@@ -56,9 +56,12 @@ def leave_parameters(draft: Draft, plan: Plan) -> None:
 
 
 def drop_boundary_effects(draft: Draft, plan: Plan) -> None:
-    """No write that has to wait, and NaN (0 for integers) for outputs that have to."""
+    """No write that has to wait, and NaN (0 for integers) for outputs that have to.
+
+    What an update is given of a parameter that forward wrote stays written: `leave_parameters` put it there.
+    """
     for write, sources in plan.regions.boundary_writes.items():
-        if plan.is_open(sources):
+        if plan.is_open(sources) and write not in plan.regions.early_writes:
             draft.drop_write(draft.of[write])
     outputs = draft.outputs()
     for i, sources in plan.regions.boundary_outputs.items():

@@ -10,10 +10,13 @@ add.
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch.fx import Node
 
 from gradsync_fx.draft import Draft
+from gradsync_fx.ops import argument
 from gradsync_fx.passes.bucket import reduce_bucket
 from gradsync_fx.passes.sums import accumulator, add_to_accumulator, cast, reset
 from gradsync_fx.passes.weigh import (
@@ -154,9 +157,23 @@ def forget_micro_step(draft: Draft, plan: Plan) -> None:
         for w, sources in plan.regions.boundary_writes.items()
         if not plan.is_open(sources)
     }
+    _update_what_is_there(draft, plan)
     outputs = draft.outputs()
     draft.set_outputs([])
     for write in list(draft.graph.find_nodes(op="call_function", target=_aten.copy_.default)):
         if write not in kept:
             draft.drop_write(write)
     draft.set_outputs([outputs[i] for i in plan.regions.tail_outputs])
+
+
+def _update_what_is_there(draft: Draft, plan: Plan) -> None:
+    """Updates take parameters as they are, where forward wrote them: the calls of the window have done that."""
+    for write in plan.regions.early_writes:
+        result = argument(write, 1)
+        while result.target is operator.getitem:
+            update = draft.of[argument(result, 0)]
+            given = list(argument(update, 2))
+            index = argument(result, 1)
+            result = argument(argument(result, 0), 2)[index]
+            given[index] = argument(draft.of[write], 0)
+            update.update_arg(2, given)
