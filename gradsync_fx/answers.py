@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from gradsync_fx._torch import (
     READ_ATTRIBUTE,
     GuardBuilder,
     NullContextVariable,
+    SymNodeVariable,
     TensorVariable,
     TupleVariable,
     UserDefinedObjectVariable,
@@ -42,6 +43,7 @@ from gradsync_fx._torch import (
     read_attribute,
 )
 from gradsync_fx.controls import TRACED
+from gradsync_fx.errors import CaptureError
 from gradsync_fx.later import check_appended
 from gradsync_fx.observed import (
     HostCall,
@@ -58,6 +60,7 @@ from gradsync_fx.observed import (
     set_grad,
     variable_of,
 )
+from gradsync_fx.opaque import calls_its_closure_once, closure_given, text_of
 from gradsync_fx.ops import Role
 from gradsync_fx.optimizer_state import parameters_of
 
@@ -147,12 +150,16 @@ def _add_gradient(tx: Any, var: Any, real: Any, grad: Any) -> None:
 
 
 def optimizer_step(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """`optimizer.step(...)` while a step is traced."""
     optimizer: Optimizer = owner.value
-    closure: Any = kwargs.get("closure", args[0] if args else None)
+    closure = _closure(args, kwargs)
     result = const(None)
-    if closure is not None and not is_none(closure):
+    if closure is not None:
+        if not calls_its_closure_once(optimizer):
+            _refuse_as(tx, closure_given(optimizer))
         result = closure.call_function(tx, [], {})
     guard_identity(owner)
+    given = _arguments(tx, optimizer, args, kwargs)
     which: list[Any] = []
     params: list[Any] = []
     grads: list[Any] = []
@@ -175,10 +182,47 @@ def optimizer_step(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any])
             TupleVariable(which),
             TupleVariable(params),
             TupleVariable(grads),
+            const(given),
         )
         for i, var in enumerate(params):
             var.call_method(tx, "copy_", [new.call_method(tx, "__getitem__", [const(i)], {})], {})
     return result
+
+
+def _closure(args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """The closure among the arguments of a step, taken out of them; None where there is none."""
+    found = kwargs.pop("closure", None)
+    if (
+        found is None
+        and args
+        and not isinstance(args[0].realize(), TensorVariable | SymNodeVariable)
+    ):
+        first = args[0]
+        if is_none(first) or not first.is_python_constant() or callable(first.as_python_constant()):
+            found = args.pop(0)
+    return None if is_none(found) else found
+
+
+def _arguments(tx: Any, optimizer: Optimizer, args: list[Any], kwargs: dict[str, Any]) -> str:
+    """The other arguments of a step, as a text."""
+    values = [*args, *kwargs.values()]
+    text = None
+    if all(v.is_python_constant() for v in values):
+        named = {key: v.as_python_constant() for key, v in kwargs.items()}
+        text = text_of([a.as_python_constant() for a in args], named)
+    if text is None:
+        refuse(
+            tx,
+            f"{type(optimizer).__name__}.step",
+            seen="it is given an argument that is no constant of the step",
+            wanted="numbers, strings and the like, written in the step",
+            fix='set it on the optimizer ahead of the call of the step; or pass on_unsupported="eager"',
+        )
+    return text
+
+
+def _refuse_as(tx: Any, error: CaptureError) -> NoReturn:
+    refuse(tx, error.culprit, seen=error.seen, wanted=error.wanted, fix=error.fix)
 
 
 def _check_groups(tx: Any, optimizer: Optimizer) -> None:
@@ -270,8 +314,7 @@ def _weigh(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
 def _scaler(name: str) -> Callable[..., Any]:
     def answer(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         if owner.value.is_enabled():
-            error = scaling.refused(f"{type(owner.value).__name__}.{name}")
-            refuse(tx, error.culprit, seen=error.seen, wanted=error.wanted, fix=error.fix)
+            _refuse_as(tx, scaling.refused(f"{type(owner.value).__name__}.{name}"))
         if name == "scale":
             return args[0]
         if name == "step":

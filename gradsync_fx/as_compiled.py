@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from gradsync_fx._torch import compile_lock
-from gradsync_fx.optimizer_state import plain_step
+from gradsync_fx.reached import plain_step
 from gradsync_fx.threads import in_this_thread
 
 
@@ -46,3 +46,13 @@ def as_when_compiled(optimizer: Optimizer) -> Iterator[None]:
         mock.patch.dict(home, {k: v for k, v in pair.items() if k not in home}),
     ):
         yield
+
+
+def settle_flavour(group: dict[str, Any], *, capturable: bool) -> None:
+    """One parameter at a time: what a compiler wants, with the same arithmetic."""
+    if capturable and "capturable" in group:
+        group["capturable"] = True
+    if "foreach" in group:
+        group["foreach"] = False
+    if group.get("fused"):
+        group["fused"] = False

@@ -14,7 +14,7 @@ from gradsync_fx.program import Kind, Program, Slot, writes
 def verify(program: Program, plan: Plan) -> None:
     """Raises `VerificationError` naming the node that breaks the program's specification.
 
-    all          no marker left; every collective has its wait; every reader of a collective is that wait
+    all          no marker left, but those of opaque updates; every collective has its wait, its one reader
     accumulate   no gradient collective (unless sync_each_batch), no write to a parameter or to optimizer state
     boundary,    one all-reduce for each bucket with a group; every accumulator is written
     tail
@@ -24,7 +24,8 @@ def verify(program: Program, plan: Plan) -> None:
         zip(program.module.graph.find_nodes(op="placeholder"), program.slots, strict=True)
     )
     for node in nodes:
-        if node.target in (ops.LEAF_GRAD, ops.UPDATE, ops.NOTE):
+        opaque = plan.closing and "opaque" in node.meta
+        if node.target in (ops.LEAF_GRAD, ops.UPDATE, ops.NOTE) and not opaque:
             raise _broken(program, node, "a marker is left over")
         if ops.is_collective(node) and any(
             u.target is not ops.WAIT and not _unpacks(u) for u in node.users

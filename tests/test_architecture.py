@@ -32,14 +32,16 @@ LAYERS = [
         "controls",
         "counters",
         "compile_once",
-        "optimizer_state",
         "presence",
         "traces",
         "unallocated",
         "window",
         "diagnosis.graph",
     ],
+    ["reached"],
+    ["footprint"],
     [
+        "optimizer_state",
         "program",
         "flow",
         "observed",
@@ -54,6 +56,7 @@ LAYERS = [
     ],
     [
         "later",
+        "opaque",
         "replicas",
         "side_by_side",
         "canonicalize",
@@ -63,6 +66,7 @@ LAYERS = [
     ],
     [
         "answers",
+        "stages",
         "regions",
         "bodies",
         "state",
@@ -73,6 +77,7 @@ LAYERS = [
     ["integrations.accelerate"],
     ["alike", "host_split", "as_compiled"],
     ["optimizer_trace"],
+    ["rehearsal"],
     [
         "interception",
         "plan",

@@ -18,6 +18,7 @@ from gradsync_fx.diagnosis.events import user_line
 from gradsync_fx.eager.deeds import Clip, Deed, Schedule, Update
 from gradsync_fx.eager.step import EagerStep
 from gradsync_fx.errors import CaptureError, GradSyncWarning, ReadBeforeBoundaryError
+from gradsync_fx.opaque import closure_given
 from gradsync_fx.planning import unmapped
 
 
@@ -89,12 +90,7 @@ class EagerCall:
     def update(self, optimizer: Optimizer, run: Callable[[], Any], closure: Any) -> None:
         """`optimizer.step()`."""
         if closure is not None:
-            raise CaptureError(
-                f"{type(optimizer).__name__}.step",
-                seen="it is given a closure, which runs forward and backward anew inside of the update",
-                wanted="optimizer.step() without a closure",
-                fix="call backward in the step, and optimizer.step() after it",
-            )
+            raise closure_given(optimizer)
         number = self._step.number_of(optimizer)
         if self._step.part_of_optimizer(number) < 0:
             raise unmapped(type(optimizer).__name__, "the step calls it, and no k is given for it")
