@@ -175,6 +175,8 @@ def _constants(parameter: Any) -> dict[str, Any]:
 
 def _is_value(value: Any) -> bool:
     """What a trace computes with: any other entry of a group or of the state has to stay as it is."""
+    if type(value) is tuple and any(isinstance(v, torch.SymFloat) for v in value):
+        return all(_is_value(v) or is_constant(v) for v in value)
     return isinstance(value, torch.Tensor | int | float | torch.SymInt | torch.SymFloat)
 
 

@@ -205,8 +205,11 @@ class _Window:
         for i, optimizer in enumerate(self.copy.optimizers):
             label = f"{type(optimizer).__name__} {i}"
             for p, state in optimizer.state.items():
-                for key, value in state.items():
-                    _note(found, f"{label} {names.get(id(p), '?')}.{key}", value)
+                name = names.get(id(p), "?") if isinstance(p, torch.Tensor) else str(p)
+                for key, value in state.items() if isinstance(state, dict) else [("", state)]:
+                    _note(found, f"{label} {name}.{key}", value)
+            for key, value in vars(optimizer).items():
+                _note(found, f"{label} {key}", value)
             for number, group in enumerate(optimizer.param_groups):
                 for key, value in group.items():
                     if key != "params":

@@ -103,10 +103,13 @@ class Binding:
         fresh = trace_update(self.optimizer, self.which, state, self._decompositions, footprint)
         numbers = fresh.read_numbers(state)
         assert numbers is not None
-        if not fresh.lasts(numbers) and any(not known.lasting for known in self._traces):
-            raise Unseen("its arithmetic on Python numbers is another with every update")
         fresh.lasting = fresh.lasts(numbers)
-        if not fresh.footprint.torchs:
+        torchs = fresh.footprint.torchs
+        # A first update may be another than the rest; one that is another each time has no end of programs.
+        earlier = [known for known in self._traces if not (torchs and known.lasting)]
+        if not fresh.lasting and earlier:
+            raise Unseen("its arithmetic on Python numbers is another with every update")
+        if not torchs:
             apart = difference(fresh, state)
             if apart:
                 raise Unseen(apart)
