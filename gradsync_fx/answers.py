@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,8 +43,7 @@ from gradsync_fx._torch import (
     read_attribute,
 )
 from gradsync_fx.controls import TRACED
-from gradsync_fx.errors import CaptureError
-from gradsync_fx.later import check_appended
+from gradsync_fx.later import check_appended, result_unused
 from gradsync_fx.observed import (
     HostCall,
     NoSync,
@@ -57,6 +56,7 @@ from gradsync_fx.observed import (
     reach,
     real_tensors,
     refuse,
+    refuse_as,
     set_grad,
     variable_of,
 )
@@ -156,10 +156,11 @@ def optimizer_step(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any])
     result = const(None)
     if closure is not None:
         if not calls_its_closure_once(optimizer):
-            _refuse_as(tx, closure_given(optimizer))
+            refuse_as(tx, closure_given(optimizer))
         result = closure.call_function(tx, [], {})
     guard_identity(owner)
-    given = _arguments(tx, optimizer, args, kwargs)
+    used = closure is None and not result_unused(tx)
+    given = _given(tx, optimizer, args, kwargs, used=used)
     which: list[Any] = []
     params: list[Any] = []
     grads: list[Any] = []
@@ -203,13 +204,15 @@ def _closure(args: list[Any], kwargs: dict[str, Any]) -> Any:
     return None if is_none(found) else found
 
 
-def _arguments(tx: Any, optimizer: Optimizer, args: list[Any], kwargs: dict[str, Any]) -> str:
-    """The other arguments of a step, as a text."""
+def _given(
+    tx: Any, optimizer: Optimizer, args: list[Any], kwargs: dict[str, Any], *, used: bool
+) -> str:
+    """The other arguments of a step, and whether the user's code uses its result, as a text."""
     values = [*args, *kwargs.values()]
     text = None
     if all(v.is_python_constant() for v in values):
         named = {key: v.as_python_constant() for key, v in kwargs.items()}
-        text = text_of([a.as_python_constant() for a in args], named)
+        text = text_of((tuple(a.as_python_constant() for a in args), named, used))
     if text is None:
         refuse(
             tx,
@@ -219,10 +222,6 @@ def _arguments(tx: Any, optimizer: Optimizer, args: list[Any], kwargs: dict[str,
             fix='set it on the optimizer ahead of the call of the step; or pass on_unsupported="eager"',
         )
     return text
-
-
-def _refuse_as(tx: Any, error: CaptureError) -> NoReturn:
-    refuse(tx, error.culprit, seen=error.seen, wanted=error.wanted, fix=error.fix)
 
 
 def _check_groups(tx: Any, optimizer: Optimizer) -> None:
@@ -314,7 +313,7 @@ def _weigh(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
 def _scaler(name: str) -> Callable[..., Any]:
     def answer(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         if owner.value.is_enabled():
-            _refuse_as(tx, scaling.refused(f"{type(owner.value).__name__}.{name}"))
+            refuse_as(tx, scaling.refused(f"{type(owner.value).__name__}.{name}"))
         if name == "scale":
             return args[0]
         if name == "step":

@@ -150,7 +150,9 @@ class _Copier:
             for name, value in vars(optimizer).items():
                 if name == "step" and counted_by_scheduler(value):
                     continue
-                if isinstance(value, dict) and any(isinstance(v, FunctionType) for v in value.values()):
+                if isinstance(value, dict) and any(
+                    isinstance(v, FunctionType) for v in value.values()
+                ):
                     hooks = {key: self.value(name, hook) for key, hook in value.items()}
                     vars(mine)[name] = type(value)(hooks)
                 else:

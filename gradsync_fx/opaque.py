@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from gradsync_fx.errors import GradSyncWarning, UpdateError
 from gradsync_fx.optimizer_state import parameters_of
-from gradsync_fx.reached import is_torchs
+from gradsync_fx.reached import an, is_torchs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,15 +41,23 @@ class Opaque:
 
     def step(self, gradients: Sequence[torch.Tensor]) -> None:
         """One update with these gradients."""
-        args, kwargs = ast.literal_eval(self.given) if self.given else ((), {})
+        args, kwargs, used = given_by(self.given)
         try:
             for parameter, gradient in zip(self.parameters, gradients, strict=True):
                 parameter.grad = gradient
             with torch.enable_grad():  # as in the user's own loop
-                self.optimizer.step(*args, **kwargs)
+                returned: Any = self.optimizer.step(*args, **kwargs)
         finally:
             for parameter in parameters_of(self.optimizer):
                 parameter.grad = None
+        if used and returned is not None:
+            raise UpdateError(
+                f"{type(self.optimizer).__name__}.step",
+                seen=f"it returns {an(returned)}, which the step uses; a traced step knows no value of it",
+                wanted="optimizer.step() as a call of its own",
+                fix="keep the value on the optimizer and read it after the call of the step; or pass "
+                'on_unsupported="eager" and use it only where step.sync_gradients is True',
+            )
 
 
 def warn_of(updates: Mapping[str, Opaque], told: set[str]) -> None:
@@ -81,13 +89,22 @@ def closure_given(optimizer: Optimizer) -> UpdateError:
     )
 
 
-def text_of(args: Any, kwargs: Any) -> str | None:
-    """Arguments as a text that `step` reads them from; None where a text cannot hold them."""
-    if not args and not kwargs:
+Given = tuple[tuple[Any, ...], dict[str, Any], bool]
+
+
+def text_of(given: Given) -> str | None:
+    """Arguments of `step`, and whether its result is used, as a text; None where a text cannot hold them."""
+    if given == ((), {}, False):
         return ""
-    text = repr((tuple(args), dict(kwargs)))
+    text = repr(given)
     try:
-        same = ast.literal_eval(text) == (tuple(args), dict(kwargs))
+        same = ast.literal_eval(text) == given
     except (ValueError, SyntaxError):
         return None
     return text if same else None
+
+
+def given_by(text: str) -> Given:
+    """What `text_of` was given."""
+    given: Given = ast.literal_eval(text) if text else ((), {}, False)
+    return given

@@ -10,6 +10,7 @@ or an update gets a copy from the time before. Random numbers are drawn in the o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -201,8 +202,8 @@ class _Cutter:
     def _input(self, part: _Part, key: int | str, like: Node, slot: Slot) -> Node:
         if key in part.inputs:
             return part.graph.find_nodes(op="placeholder")[part.inputs.index(key)]
-        last = next((n for n in part.graph.nodes if n.op != "placeholder"), None)
-        with part.graph.inserting_before(last):
+        first = next((n for n in part.graph.nodes if n.op != "placeholder"), None)
+        with nullcontext() if first is None else part.graph.inserting_before(first):
             made = part.graph.placeholder(like.name)
         made.meta.update({k: v for k, v in like.meta.items() if k in ("val", "tensor_meta")})
         part.inputs.append(key)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from gradsync_fx._torch import counted_by_scheduler, step_hooks
 from gradsync_fx.errors import UpdateError
 from gradsync_fx.footprint import Footprint
-from gradsync_fx.opaque import Opaque
+from gradsync_fx.opaque import Opaque, given_by
 from gradsync_fx.optimizer_state import State, initial_state, parameters_of
 from gradsync_fx.optimizer_trace import Update, trace_update
 from gradsync_fx.reached import Unseen, is_torchs
@@ -63,6 +63,11 @@ class Binding:
             return True
         return any(self.state()[i] for i in set(self.which) & set(other.which))
 
+    @property
+    def opaque(self) -> Opaque | None:
+        """The update, where a trace was found not to see it wholly."""
+        return self._opaque
+
     def leave_as_it_is(self, why: str) -> None:
         """The update is opaque from now on."""
         self._opaque = self._opaque or Opaque(self.optimizer, self.which, self._given, why)
@@ -89,7 +94,7 @@ class Binding:
         replaced = vars(self.optimizer).get("step")
         if replaced is not None and not counted_by_scheduler(replaced):
             raise Unseen("its step was replaced on the object")
-        if self._given:
+        if any(given_by(self._given)[:2]):
             raise Unseen("its step is given arguments")
 
     def _traced(self) -> Update:

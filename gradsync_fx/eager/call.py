@@ -87,7 +87,7 @@ class EagerCall:
         if self._reach(owners):
             run()
 
-    def update(self, optimizer: Optimizer, run: Callable[[], Any], closure: Any) -> None:
+    def update(self, optimizer: Optimizer, run: Any, closure: Any, args: Any, kwargs: Any) -> Any:
         """`optimizer.step()`."""
         if closure is not None:
             raise closure_given(optimizer)
@@ -102,9 +102,9 @@ class EagerCall:
                 fix="make each update a step of its own: gradsync_fx.optimize(one_update, ...)",
             )
         reached = self._reach((number,))
-        self.deeds.append(Update((number,), optimizer))
-        if reached and self.updated[number]:
-            run()
+        given = tree_map_only(torch.Tensor, torch.Tensor.detach, (tuple(args), dict(kwargs)))
+        self.deeds.append(Update((number,), optimizer, given[0], tuple(given[1].items())))
+        return run() if reached and self.updated[number] else None
 
     def schedule(self, scheduler: Any, args: Any, kwargs: Any) -> None:
         """`scheduler.step()`: when the step has ended, and only after an update."""
