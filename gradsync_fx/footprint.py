@@ -46,10 +46,13 @@ class Footprint:
         """Whether all constants that were read are what they were."""
         return all(_same(read(), value) for read, value in self._guards.values())
 
-    def guard(self, key: Any, read: Callable[[], Any], what: str) -> None:
-        """A constant that has to stay as it is. Raises `Unseen` for anything else."""
+    def guard(self, key: Any, read: Callable[[], Any], what: str = "") -> None:
+        """A constant that has to stay as it is, or a function (without `what`) that has to stay in its place.
+
+        Raises `Unseen` for anything else.
+        """
         value = read()
-        if value is not MISSING and not is_constant(value):
+        if what and value is not MISSING and not is_constant(value):
             raise self.unseen(f"it reads {what}, which holds {an(value)}")
         if key not in self._guards:
             self._guards[key] = (read, value if value is MISSING else copy.deepcopy(value))
@@ -170,7 +173,11 @@ def _members(optimizer: Optimizer) -> tuple[int, ...]:
 
 
 def _constants(parameter: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(parameter).items() if is_constant(value)}
+    return {
+        name: value
+        for name, value in vars(parameter).items()
+        if is_constant(value) and not name.startswith("_dynamo")
+    }
 
 
 def _is_value(value: Any) -> bool:

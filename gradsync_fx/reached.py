@@ -29,7 +29,7 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-Guard = Callable[[Any, Callable[[], Any], str], Any]  # key, how it is read, what it is for people
+Guard = Callable[..., Any]  # key, how it is read, and for a constant: what it is for people
 MISSING = object()
 _PLAIN: tuple[type, ...] = (
     bool,
@@ -112,7 +112,8 @@ def _unwrapped(function: Any) -> Any:
 class Reached:
     """Walks what `optimizer.step` may reach. names: all attributes and texts that its code uses.
 
-    guard: is told each constant outside that is read. Raises `Unseen` for anything that a trace would miss.
+    guard: is told each constant outside that is read, and each function that is called. Raises `Unseen` for anything
+    that a trace would miss.
     """
 
     def __init__(self, optimizer: Optimizer, guard: Guard) -> None:
@@ -148,6 +149,8 @@ class Reached:
     def _entry(self, cls: type, name: str) -> None:
         """Something that a class of the optimizer's own holds."""
         value = vars(cls)[name]
+        if callable(value) or isinstance(value, property | classmethod | staticmethod):
+            self._guard((cls, name), lambda: vars(cls).get(name))
         if isinstance(value, property):
             for function in (value.fget, value.fset):
                 self._function(function)
@@ -219,6 +222,7 @@ class Reached:
             self._module(value, name)
         elif isinstance(value, FunctionType):
             if not _pure(value):
+                self._guard((_key(names), name), lambda: names.get(name, MISSING))
                 self._function(value)
         elif isinstance(value, type):
             if value is torch.nn.Parameter or not (
