@@ -102,7 +102,7 @@ def test_what_reads_an_updated_parameter_runs_behind_the_update(one: Make, other
             warnings.simplefilter("ignore")
             got = step(ours, *mine, *batch)
         torch.set_rng_state(state)
-        want = two_updates(eager, *theirs, *batch)
+        want = two_updates(eager, theirs[0], theirs[1], *batch)
         torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)
         torch.testing.assert_close(ours.state_dict(), eager.state_dict(), atol=1e-6, rtol=1e-5)
 
@@ -118,7 +118,7 @@ def test_inductor_cuts_the_same_program() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             got = step(ours, *mine, *batch)
-        want = two_updates(eager, *theirs, *batch)
+        want = two_updates(eager, theirs[0], theirs[1], *batch)
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(ours.state_dict(), eager.state_dict(), atol=1e-5, rtol=1e-5)
 
