@@ -55,7 +55,8 @@ class Footprint:
         if what and value is not MISSING and not is_constant(value):
             raise self.unseen(f"it reads {what}, which holds {an(value)}")
         if key not in self._guards:
-            self._guards[key] = (read, value if value is MISSING else copy.deepcopy(value))
+            constant = what and value is not MISSING
+            self._guards[key] = (read, copy.deepcopy(value) if constant else value)
 
     def unseen(self, why: str) -> Unseen:
         """Kept here, too: the optimizer's code may catch what is raised inside of it."""

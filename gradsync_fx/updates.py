@@ -78,11 +78,18 @@ class Binding:
             try:
                 self._check_outside()
                 return self._traced()
-            except Unseen as why:
-                self._opaque = Opaque(self.optimizer, self.which, self._given, str(why))
-            except UpdateError as why:
-                self._opaque = Opaque(self.optimizer, self.which, self._given, why.seen)
+            except Unseen as unseen:
+                why = str(unseen)
+            except UpdateError as error:
+                why = error.seen
+            except (
+                Exception
+            ) as failure:  # of anybody's class: what cannot even be looked at runs as it is
+                why = f"it cannot be looked at ({type(failure).__name__}: {failure})"
+                log.info("looking at %s failed", type(self.optimizer).__name__, exc_info=failure)
+            self.leave_as_it_is(why)
             log.info("%s", self._opaque)
+        assert self._opaque is not None
         return self._opaque
 
     def _check_outside(self) -> None:
