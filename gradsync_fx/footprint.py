@@ -40,6 +40,8 @@ class Footprint:
         self._given: list[tuple[dict[str, Any], str, Any]] = []
         if not self.torchs:
             self.guard("members", lambda: _members(optimizer), "its parameters")
+            groups = optimizer.param_groups
+            self.guard("settings", lambda: tuple(map(tuple, groups)), "its groups")
             self._names = frozenset(Reached(optimizer, self.guard).names)
 
     def holds(self) -> bool:
@@ -127,16 +129,11 @@ class Footprint:
         if not self.torchs and not _same(dict(vars(stand_in)), _constants(real)):
             raise self.unseen("it sets an attribute of its parameters")
 
-    def check_entries(
-        self, before: dict[str, Any], after: dict[str, Any], *, numbers: bool
-    ) -> None:
-        """Raises `Unseen` for an entry of a group or of the state that is left as something else than a value.
-
-        numbers: a new entry may be a plain number.
-        """
+    def check_entries(self, before: dict[str, Any], after: dict[str, Any]) -> None:
+        """Raises `Unseen` for an entry of a group or of the state that is left as something else than a value."""
         for name in dict.fromkeys([*before, *after]) if not self.torchs else ():
             old, new = before.get(name, MISSING), after.get(name, MISSING)
-            new_number = numbers and old is MISSING and type(new) in (int, float)
+            new_number = old is MISSING and type(new) in (int, float)
             computed = isinstance(new, torch.Tensor | torch.SymInt | torch.SymFloat)
             if name != "params" and not (computed or new_number or _same(old, new)):
                 raise self.unseen(f"it sets {name!r} of its groups or state to {an(new)}")

@@ -274,12 +274,13 @@ def _trace(
     left: list[tuple[Place, Any]] = []
     counted: list[bool] = []
     there = {("state", i, k) for i, code in zip(which, entries, strict=True) for k in code}
+    there.update(("group", gi, k) for gi, code in enumerate(groups) for k in code)
 
     def is_result(place: Place, value: Any) -> bool:
-        """What the update leaves: tensors, numbers that it computed, and numbers that are new in the state."""
+        """What the update leaves: tensors, numbers that it computed, and numbers that are new."""
         if isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat):
             return True
-        return type(value) in (int, float) and place[0] == "state" and place not in there
+        return type(value) in (int, float) and place not in there
 
     def run(params: Any, grads: Any, tensors: Any, carriers: Any, idle: Any) -> Any:
         params = [p.clone() for p in params]
@@ -328,13 +329,13 @@ def _trace(
         for p, i in zip(params, which, strict=True):
             kept = twin.state.get(p, {})
             left.extend((("state", i, k), plain(v)) for k, v in kept.items())
-            footprint.check_entries(earlier.get(id(p), {}), kept, numbers=True)
+            footprint.check_entries(earlier.get(id(p), {}), kept)
         for gi, group in enumerate(twin_groups):
-            footprint.check_entries(before[gi], group, numbers=False)
+            footprint.check_entries(before[gi], group)
             left.extend(
                 (("group", gi, k), v)
                 for k, v in group.items()
-                if k != "params" and _changed(before[gi].get(k), v)
+                if k != "params" and (k not in before[gi] or _changed(before[gi][k], v))
             )
         return params, [v for place, v in left if is_result(place, v)], idle
 
