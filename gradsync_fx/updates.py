@@ -105,8 +105,11 @@ class Binding:
             raise Unseen("its step is given arguments")
 
     def _traced(self) -> Update:
-        footprint = self._foresee()
-        state = self.state()
+        state, footprint = self.state(), None
+        missing = [i for i, held in state.items() if not held and i not in self._stateless]
+        if missing:
+            footprint = self._foresee(missing)
+            state = self.state()
         for known in self._traces:
             if known.fits(known.read_numbers(state), state):
                 return known
@@ -128,13 +131,8 @@ class Binding:
         self._traces.append(fresh)
         return fresh
 
-    def _foresee(self) -> Footprint | None:
-        """State that is not there (yet, or any more) as the next update will make it."""
-        flat, held = parameters_of(self.optimizer), self.optimizer.state
-        known = self._stateless.union(self._early)
-        missing = [i for i in self.which if i not in known and not held.get(flat[i])]
-        if not missing:
-            return None
+    def _foresee(self, missing: list[int]) -> Footprint:
+        """State that is not there (yet, or any more) at these positions, as the next update will make it."""
         footprint = Footprint(self.optimizer)
         try:
             found = initial_state(footprint, missing) or {}
