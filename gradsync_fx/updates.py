@@ -8,6 +8,8 @@ opaque (opaque.py): then nothing is read or written here.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -108,28 +110,38 @@ class Binding:
         state, footprint = self.state(), None
         missing = [i for i, held in state.items() if not held and i not in self._stateless]
         if missing:
-            footprint = self._foresee(missing)
+            with self._nothing_drawn():
+                footprint = self._foresee(missing)
             state = self.state()
         for known in self._traces:
             if known.fits(known.read_numbers(state), state):
                 return known
         if len(self._traces) >= MOST_TRACES[is_torchs(self.optimizer)]:
             raise Unseen("what its code reads changes too often")
+        with self._nothing_drawn():
+            self._traces.append(self._fresh(state, footprint))
+        return self._traces[-1]
+
+    def _fresh(self, state: dict[int, State], footprint: Footprint | None) -> Update:
         fresh = trace_update(self.optimizer, self.which, state, self._decompositions, footprint)
         numbers = fresh.read_numbers(state)
         assert numbers is not None
         fresh.lasting = fresh.lasts(numbers)
         torchs = fresh.footprint.torchs
         # A first update may be another than the rest; one that is another each time has no end of programs.
-        earlier = [known for known in self._traces if not (torchs and known.lasting)]
-        if not fresh.lasting and earlier:
+        if not fresh.lasting and any(not (torchs and known.lasting) for known in self._traces):
             raise Unseen("its arithmetic on Python numbers is another with every update")
-        if not torchs:
-            apart = difference(fresh, state)
-            if apart:
-                raise Unseen(apart)
-        self._traces.append(fresh)
+        apart = "" if torchs else difference(fresh, state)
+        if apart:
+            raise Unseen(apart)
         return fresh
+
+    @contextmanager
+    def _nothing_drawn(self) -> Iterator[None]:
+        """The optimizer's code runs on stand-ins: random numbers that it draws were not drawn."""
+        devices = {p.device for p in parameters_of(self.optimizer) if p.device.type == "cuda"}
+        with torch.random.fork_rng(devices=sorted(devices, key=str)):
+            yield
 
     def _foresee(self, missing: list[int]) -> Footprint:
         """State that is not there (yet, or any more) at these positions, as the next update will make it."""
