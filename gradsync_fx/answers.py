@@ -62,7 +62,7 @@ from gradsync_fx.observed import (
 )
 from gradsync_fx.opaque import calls_its_closure_once, closure_given, text_of
 from gradsync_fx.ops import Role
-from gradsync_fx.optimizer_state import parameters_of
+from gradsync_fx.optimizer_state import in_groups, parameters_of
 
 
 class Call(VariableTracker):
@@ -226,7 +226,7 @@ def _given(
 
 def _check_groups(tx: Any, optimizer: Optimizer) -> None:
     """Dynamo writes what a step sets in Python after the graph has run, which is too late for the update in it."""
-    for number, group in enumerate(optimizer.param_groups):
+    for number, group in enumerate(getattr(optimizer, "param_groups", ())):
         held = tx.output.side_effects.id_to_variable.get(id(group))
         if held is not None and getattr(held.mutation_type, "is_modified", False):
             refuse(
@@ -254,7 +254,7 @@ def _drop(tx: Any, parameters: Iterable[torch.Tensor]) -> Any:
 
 
 def optimizer_zero_grad(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    return _drop(tx, parameters_of(owner.value))
+    return _drop(tx, in_groups(owner.value))
 
 
 def _module_zero_grad(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:

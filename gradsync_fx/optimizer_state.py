@@ -21,16 +21,51 @@ import torch
 from torch.optim import Optimizer
 
 from gradsync_fx.footprint import Footprint
-from gradsync_fx.reached import plain_step
+from gradsync_fx.reached import is_constant, is_torchs, plain_step
 
 
 State = dict[str, Any]
 REAL = (torch.Tensor, torch.nn.Parameter)
 
 
+def in_groups(optimizer: Optimizer) -> list[torch.Tensor]:
+    """The parameters of its groups, in their order. A wrapper need not have any."""
+    return [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
+
+
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """All parameters, in the order of their groups: positions in an update count along this list."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
+    """All parameters that it may update: positions in an update count along this list.
+
+    Those of its groups, and behind them what a class that is not torch's own reaches in another way: the parameters of
+    the models and optimizers that it holds.
+    """
+    found = in_groups(optimizer)
+    if not is_torchs(optimizer):
+        known = set(map(id, found))
+        found += [p for i, p in _beside(optimizer).items() if i not in known]
+    return found
+
+
+def _beside(optimizer: Optimizer) -> dict[int, torch.Tensor]:
+    found: dict[int, torch.Tensor] = {}
+    queue, seen = list(vars(optimizer).values()), {id(optimizer)}
+    while queue:
+        value = queue.pop(0)
+        if id(value) in seen or is_constant(value):
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.nn.Module):
+            found.update({id(p): p for p in value.parameters() if p.requires_grad})
+        elif isinstance(value, Optimizer):
+            found.update({id(p): p for p in in_groups(value)})
+            queue += vars(value).values()
+        elif isinstance(value, torch.nn.Parameter):
+            found[id(value)] = value
+        elif isinstance(value, dict):
+            queue += [*value, *value.values()]
+        elif isinstance(value, list | tuple | set):
+            queue += value
+    return found
 
 
 def initial_state(footprint: Footprint, which: list[int]) -> dict[int, State] | None:

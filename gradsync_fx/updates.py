@@ -19,7 +19,7 @@ from gradsync_fx._torch import counted_by_scheduler, step_hooks
 from gradsync_fx.errors import UpdateError
 from gradsync_fx.footprint import Footprint
 from gradsync_fx.opaque import Opaque, given_by
-from gradsync_fx.optimizer_state import State, initial_state, parameters_of
+from gradsync_fx.optimizer_state import State, in_groups, initial_state, parameters_of
 from gradsync_fx.optimizer_trace import Update, trace_update
 from gradsync_fx.reached import Unseen, is_torchs
 from gradsync_fx.rehearsal import difference
@@ -103,6 +103,8 @@ class Binding:
         replaced = vars(self.optimizer).get("step")
         if replaced is not None and not counted_by_scheduler(replaced):
             raise Unseen("its step was replaced on the object")
+        if self.which[-1] >= len(in_groups(self.optimizer)):
+            raise Unseen("it holds parameters that are in none of its groups")
         if any(given_by(self._given)[:2]):
             raise Unseen("its step is given arguments")
 

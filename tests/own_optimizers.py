@@ -252,6 +252,35 @@ class Lookahead(Delegate):
                         p.copy_(q.add_(p - q, alpha=0.5))
 
 
+class NoGroups(Optimizer):
+    """Nothing of torch's but the class."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        self.inner.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+
+class Several(Optimizer):
+    """Two optimizers in one, with the groups of the first."""
+
+    def __init__(self, *parts: Optimizer) -> None:
+        self.parts, self.defaults, self.state = parts, parts[0].defaults, parts[0].state
+        self.param_groups = parts[0].param_groups
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none)
+
+
 class HoldsModel(Optimizer):
     def __init__(self, model: nn.Module, lr: float = 0.1) -> None:
         super().__init__(model.parameters(), {"lr": lr})
@@ -334,6 +363,8 @@ OPAQUE: dict[str, Make] = {
     "wrapper": lambda m: Delegate(momentum(m)),
     "lookahead": lambda m: Lookahead(momentum(m)),
     "model": HoldsModel,
+    "no groups": lambda m: NoGroups(momentum(m)),
+    "several": lambda m: Several(momentum(m[0]), torch.optim.Adam(m[2].parameters(), lr=1e-2)),  # type: ignore[index]
     "hook": hooked,
     "replaced": replaced,
 }

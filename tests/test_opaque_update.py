@@ -44,6 +44,28 @@ def test_each_is_right_and_says_why(name: str, k: int) -> None:
     assert "runs as it is" in "".join(step.report().warnings)
 
 
+@pytest.mark.parametrize("name", OPAQUE)
+def test_each_is_right_in_a_step_that_runs_eagerly(name: str) -> None:
+    def picky(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        loss = plain_step(model, optimizer, x, y)
+        if loss.item() > 1e9:  # what no trace can follow
+            raise OverflowError
+        return loss
+
+    ours, eager = pair()
+    optimizer, reference = OPAQUE[name](ours), OPAQUE[name](eager)
+    data = [*regression(3, 2), *regression(1, 1, seed=7)]
+    step = quick(picky, 2, on_unsupported="eager")
+    first, *rest = [batch for window in data for batch in window]
+    with pytest.warns(gradsync_fx.GradSyncWarning, match="the step runs eagerly"):
+        step(ours, optimizer, *first)
+    for batch in rest:
+        step(ours, optimizer, *batch)
+    step.flush()
+    accumulation(eager, reference, data)
+    torch.testing.assert_close(ours.state_dict(), eager.state_dict(), atol=1e-6, rtol=0)
+
+
 def two_updates(
     nets: nn.ModuleDict, one: Optimizer, other: Optimizer, z: Tensor, x: Tensor
 ) -> tuple[Tensor, ...]:

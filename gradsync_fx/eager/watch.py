@@ -31,7 +31,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from gradsync_fx._torch import total_norm
 from gradsync_fx.controls import TRACED
-from gradsync_fx.optimizer_state import parameters_of
+from gradsync_fx.optimizer_state import in_groups
 from gradsync_fx.threads import EAGER_CALLS, in_this_thread
 
 
@@ -97,7 +97,7 @@ def watching(
             answers.clip(plain_clip_value, held, run_held, {"clip_value": clip_value})
 
         def no_gradients(run: Any, owner: Any, *args: Any, **kwargs: Any) -> None:
-            for p in owner.parameters() if isinstance(owner, nn.Module) else parameters_of(owner):
+            for p in owner.parameters() if isinstance(owner, nn.Module) else in_groups(owner):
                 p.grad = None
 
         def step(run: Any, owner: Any, *args: Any, **kwargs: Any) -> Any:
