@@ -101,6 +101,7 @@ class CapturedStep:
             world=self.setting.world,
             updates={},
             opaque={},
+            names={id(p): name for name, p in capture.parameters.items()},
             state_tensors={},
             wire_dtype=self.setting.wire_dtype,
             sync_each_batch=options.sync_each_batch,

@@ -58,7 +58,7 @@ class Plan:
 
     A window has one part for each optimizer with a k of its own, else one part. `closing`: the parts that are reduced
     and updated in this program; the others accumulate. `weights`: running weight by part, empty without `weighing`.
-    `updates`: what is traced; `opaque`: what is not, and runs as it is.
+    `updates`: what is traced; `opaque`: what is not, and runs as it is. `names`: of parameters, by id.
     """
 
     step: Step
@@ -74,6 +74,7 @@ class Plan:
     world: int
     updates: dict[str, Update]
     opaque: dict[str, Opaque]
+    names: dict[int, str]
     state_tensors: dict[str, list[torch.Tensor]]
     wire_dtype: torch.dtype | None
     sync_each_batch: bool

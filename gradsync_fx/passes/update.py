@@ -33,9 +33,8 @@ def inline_updates(draft: Draft, plan: Plan) -> None:
         marker = draft.of[step_node]
         key = update_key(step_node)
         if key in plan.opaque:
-            known = {id(leaf.parameter): leaf.name for leaf in plan.step.leaves.values()}
             marker.meta["opaque"] = plan.opaque[key]
-            marker.meta["parameters"] = [known[id(p)] for p in plan.opaque[key].parameters]
+            marker.meta["parameters"] = [plan.names[id(p)] for p in plan.opaque[key].parameters]
             continue
         update = plan.updates[key]
         label = type(update.optimizer).__name__
