@@ -16,6 +16,17 @@ from gradsync_fx.reached import plain_step
 from gradsync_fx.threads import in_this_thread
 
 
+def without_factors(decompositions: Any) -> Any:
+    """The table of a compiler, which gets one entry more: it asks whether the factor of a difference is 1."""
+    if not decompositions:
+        return decompositions
+
+    def sub(a: Any, b: Any, *, alpha: Any = 1) -> Any:
+        return a - b * alpha if type(alpha) in (torch.SymFloat, torch.SymInt) else NotImplemented
+
+    return {**decompositions, torch.ops.aten.sub.Tensor: sub}
+
+
 @contextmanager
 def as_when_compiled(optimizer: Optimizer) -> Iterator[None]:
     """Optimizers take their traceable branches; `min` and `max` in the optimizer's file accept symbols.

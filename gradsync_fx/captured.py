@@ -44,7 +44,7 @@ from gradsync_fx.shareable import find_shareable
 from gradsync_fx.side_by_side import SharedBuckets, find_shared
 from gradsync_fx.stages import in_stages
 from gradsync_fx.traces import artifact
-from gradsync_fx.updates import Binding
+from gradsync_fx.updates import Binding, left_as_they_are
 from gradsync_fx.wire import forget
 
 
@@ -208,14 +208,18 @@ class CapturedStep:
         """The program and its compiled form, made on first need (or when the optimizer's structure changed)."""
         key = self._select(closing, tail, by_name)
         if key not in self._compiled:
-            with compile_lock, compiling(self.options.rank_timeout):
-                start = time.perf_counter()
-                program = self._build(key)
-                live = {**self.capture.buffers, **self.capture.parameters}
-                one = partial(lower, fake_mode=self.capture.fake_mode, options=self.options)
-                lowered = in_stages(program, one, live)
-                seconds = time.perf_counter() - start
-            self.compile_seconds[program.name] = seconds
+            start = time.perf_counter()
+            try:
+                with compile_lock, compiling(self.options.rank_timeout):
+                    program = self._build(key)
+                    one = partial(lower, fake_mode=self.capture.fake_mode, options=self.options)
+                    tensors = {**self.capture.buffers, **self.capture.parameters}
+                    lowered = in_stages(program, one, tensors)
+            except Exception as failure:
+                if left_as_they_are(self.bindings.values(), failure):
+                    return self.compile(closing, tail=tail, by_name=by_name)
+                raise
+            self.compile_seconds[program.name] = seconds = time.perf_counter() - start
             log.info("compiled the %s program in %.2f s", program.name, seconds)
             self._compiled[key] = lowered
         return self._built[key], self._compiled[key]

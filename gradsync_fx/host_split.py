@@ -125,3 +125,16 @@ def rigid_numbers(
 
 def _tensor_valued(node: Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor) or isinstance(node.target, OpOverload)
+
+
+def ties(condition: Any) -> bool:
+    """Whether a condition holds for one value of its number only: an equality, and not of a remainder or the like."""
+    return type(condition).__name__ == "Equality" and _forms(condition) <= _ONE_TO_ONE
+
+
+_ONE_TO_ONE = {"Equality", "Add", "Mul", "ToFloat"}
+
+
+def _forms(expression: Any) -> set[str]:
+    inner = (_forms(part) for part in expression.args)
+    return {type(expression).__name__, *set().union(*inner)} if expression.args else set()

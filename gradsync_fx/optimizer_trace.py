@@ -36,12 +36,12 @@ from gradsync_fx._torch import (
     sympy_interp,
 )
 from gradsync_fx.alike import Members, find_alike, for_all_calls, for_all_places, treated_alike
-from gradsync_fx.as_compiled import as_when_compiled, settle_flavour
+from gradsync_fx.as_compiled import as_when_compiled, settle_flavour, without_factors
 from gradsync_fx.bodies import Call, Place, split, whole
 from gradsync_fx.counters import Counter, is_counter, plain
 from gradsync_fx.errors import UpdateError
 from gradsync_fx.footprint import Footprint
-from gradsync_fx.host_split import rigid_numbers, split_host
+from gradsync_fx.host_split import rigid_numbers, split_host, ties
 from gradsync_fx.optimizer_state import State
 from gradsync_fx.reached import Unseen, plain_step
 
@@ -51,8 +51,8 @@ class Update:
     """A traced update of the parameters at positions `which` of one optimizer.
 
     calls: the arithmetic on tensors, of `states` and scalars (one for each output of `host`) among others.
-    host: numbers at `numbers` -> (scalars for the calls, then the numbers of `number_out`). lasting: its conditions
-    hold for the numbers that it leaves.
+    host: numbers at `numbers` -> (scalars for the calls, then the numbers of `number_out`). lasting: unless a
+    condition ties a number that the update changes to its value.
     """
 
     optimizer: Optimizer
@@ -106,21 +106,22 @@ class Update:
             owner = groups[index] if where == "group" else state[index]
             if key not in owner or not _same(owner[key], value):
                 return False
-        return self._hold(numbers)
+        return self._hold(numbers, self.conditions)
 
     def lasts(self, numbers: list[int | float]) -> bool:
-        """Whether the conditions will hold for the numbers that this update leaves."""
+        """Whether the numbers that this update leaves keep those that a condition ties to one value."""
         left = self.host(*numbers)[self.scalar_count :]
         new = {p: v for places, v in zip(self.number_out, left, strict=True) for p in places}
         pairs = zip(self.numbers, numbers, strict=True)
-        return self._hold([new.get(places[0], number) for (places, _), number in pairs])
+        later = [new.get(places[0], number) for (places, _), number in pairs]
+        return self._hold(later, [c for c in self.conditions if ties(c)])
 
-    def _hold(self, numbers: list[int | float]) -> bool:
-        if not self.conditions:
+    def _hold(self, numbers: list[int | float], conditions: list[Any]) -> bool:
+        if not conditions:
             return True
         values = dict(zip(self.symbols, numbers, strict=True))
         # In Python's own arithmetic: sympy's keeps what it has computed, and takes far longer.
-        return all(bool(sympy_interp(PlainArithmetic, values, c)) for c in self.conditions)
+        return all(bool(sympy_interp(PlainArithmetic, values, c)) for c in conditions)
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -342,7 +343,7 @@ def _trace(
     with mode, as_when_compiled(optimizer):
         traced = make_fx(
             torch.func.functionalize(run, remove="mutations_and_views"),
-            decomposition_table=decompositions,
+            decomposition_table=without_factors(decompositions),
             _allow_non_fake_inputs=True,
         )(params, grads, state_fakes, carriers, idle)
     footprint.check_graph(traced.graph, len(idle))

@@ -8,7 +8,7 @@ opaque (opaque.py): then nothing is read or written here.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,7 +27,16 @@ from gradsync_fx.rehearsal import difference
 
 log = logging.getLogger(__name__)
 # Traces of one update, each with programs of its own, until it is opaque: flags may be toggled, but not without end.
-MOST_TRACES = {True: 8, False: 3}  # by whether it is torch's own
+MOST_TRACES = {True: 8, False: 5}  # by whether it is torch's own
+
+
+def left_as_they_are(bindings: Iterable[Binding], failure: Exception) -> bool:
+    """A program with these updates cannot be compiled: traces of anybody's classes are given up, if there are any."""
+    found = [b for b in bindings if b.opaque is None and not is_torchs(b.optimizer)]
+    first = (str(failure).strip().splitlines() or [""])[0][:200]
+    for binding in found:
+        binding.leave_as_it_is(f"its trace cannot be compiled ({type(failure).__name__}: {first})")
+    return bool(found)
 
 
 class Binding:
