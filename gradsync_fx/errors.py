@@ -45,7 +45,7 @@ class ForeignParameterError(CaptureError):
 
 
 class UpdateError(CaptureError):
-    """The optimizer's update cannot be traced."""
+    """The optimizer's update can neither be traced nor run as it is."""
 
 
 class ReadBeforeBoundaryError(GradSyncError):
