@@ -76,6 +76,7 @@ try:
     from torch._dynamo.variables.constant import ConstantVariable
     from torch._dynamo.variables.ctx_manager import GradModeVariable, NullContextVariable
     from torch._dynamo.variables.dicts import ConstDictVariable
+    from torch._dynamo.variables.functions import CollectiveFunctionRewriteVariable
     from torch._dynamo.variables.lazy import LazyVariableTracker
     from torch._dynamo.variables.lists import TupleVariable
     from torch._dynamo.variables.misc import (
@@ -90,6 +91,7 @@ try:
     from torch._functorch._aot_autograd import graph_compile as aot_graphs
     from torch._functorch.aot_autograd import aot_module_simplified
     from torch._guards import TracingContext, detect_fake_mode, tracing
+    from torch._inductor import comms as inductor_comms
     from torch._inductor import config as inductor_config
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import (
@@ -98,6 +100,7 @@ try:
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.ir import FallbackKernel
     from torch._inductor.pattern_matcher import stable_topological_sort
     from torch._inductor.runtime.cache_dir_utils import cache_dir as inductor_cache_dir
     from torch._inductor.virtualized import V as inductor_globals
@@ -105,6 +108,9 @@ try:
     from torch._ops import OpOverload
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.distributed.distributed_c10d import _get_default_store as default_store
+    from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
+        _resolve_process_group as group_of_name,
+    )
     from torch.fx._lazy_graph_module import _make_graph_module as make_graph_module
     from torch.fx._lazy_graph_module import _use_lazy_graph_module as lazy_graph_modules
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -154,6 +160,8 @@ NEEDED: tuple[tuple[Any, str], ...] = (
     (dynamo_builder, "is_int_specialization_case"),
     (aot_graphs, "_apply_tensorify_python_scalars"),
     (DebuggingVariable, "call_function"),
+    (CollectiveFunctionRewriteVariable, "call_function"),
+    (inductor_comms, "contains_collective"),
     (LoggingLoggerVariable, "call_method"),
     (nn.utils.clip_grad, "_get_total_norm"),
     (nn.utils.clip_grad, "_clip_grads_with_norm_"),
@@ -173,6 +181,19 @@ format_value = InstructionTranslatorBase._format_value
 load_attribute = InstructionTranslatorBase._load_attr
 tensorify_numbers = aot_graphs._apply_tensorify_python_scalars
 total_norm = nn.utils.clip_grad._get_total_norm
+
+
+def in_order_with_collectives(started: Any) -> AbstractContextManager[Any]:
+    """Has Inductor keep calls of an op in the graph's order, among themselves and with torch's collectives."""
+    plain: Any = vars(inductor_comms)["contains_collective"]
+
+    def contains(node: Any, *args: Any) -> bool:
+        kernel = getattr(node, "node", None)
+        if isinstance(kernel, FallbackKernel) and kernel.op_overload is started:
+            return True
+        return plain(node, *args)
+
+    return mock.patch.object(inductor_comms, "contains_collective", contains)
 
 
 def read_attribute(variable: Any, tx: Any, name: str) -> Any:
@@ -254,6 +275,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 __all__ = [
     "FORMATS_NUMBERS",
+    "CollectiveFunctionRewriteVariable",
     "READ_ATTRIBUTE",
     "OpOverload",
     "check_names",
@@ -261,7 +283,9 @@ __all__ = [
     "format_value",
     "formatted",
     "free_unbacked_symbols",
+    "group_of_name",
     "has_hooks",
+    "in_order_with_collectives",
     "in_place_of_backward",
     "is_compiled",
     "leaves_among",

@@ -14,6 +14,7 @@ Answers at other libraries' calls are in integrations/, in the same form.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
@@ -31,8 +32,8 @@ from gradsync_fx._torch import (
     READ_ATTRIBUTE,
     GuardBuilder,
     NullContextVariable,
-    SymNodeVariable,
     TensorVariable,
+    TorchDynamoException,
     TupleVariable,
     UserDefinedObjectVariable,
     VariableTracker,
@@ -43,7 +44,8 @@ from gradsync_fx._torch import (
     read_attribute,
 )
 from gradsync_fx.controls import TRACED
-from gradsync_fx.later import check_appended, result_unused
+from gradsync_fx.in_place import refuse_overwritten
+from gradsync_fx.later import check_appended, give_behind, result_unused
 from gradsync_fx.observed import (
     HostCall,
     NoSync,
@@ -60,9 +62,10 @@ from gradsync_fx.observed import (
     set_grad,
     variable_of,
 )
-from gradsync_fx.opaque import calls_its_closure_once, closure_given, text_of
+from gradsync_fx.opaque import calls_its_closure_once, closure_given
 from gradsync_fx.ops import Role
 from gradsync_fx.optimizer_state import in_groups, parameters_of
+from gradsync_fx.step_arguments import closure_of, given_text
 
 
 class Call(VariableTracker):
@@ -120,7 +123,11 @@ def backward(
     if create_graph is not None:
         kwargs["create_graph"] = create_graph
     args = [self, TupleVariable(leaves)] + ([] if is_none(gradient) else [gradient])
-    grads = call(tx, torch.autograd.grad, *args, **kwargs)
+    try:
+        grads = call(tx, torch.autograd.grad, *args, **kwargs)
+    except TorchDynamoException as failure:
+        refuse_overwritten(tx, failure)
+        raise
     note(tx, self.call_method(tx, "detach", [], {}), Role.LOSS)
     demanded = {id(parameter): parameter for parameter in observed().demanded}
     with no_grad(tx):
@@ -152,7 +159,7 @@ def _add_gradient(tx: Any, var: Any, real: Any, grad: Any) -> None:
 def optimizer_step(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """`optimizer.step(...)` while a step is traced."""
     optimizer: Optimizer = owner.value
-    closure = _closure(args, kwargs)
+    closure = closure_of(args, kwargs)
     result = const(None)
     if closure is not None:
         if not calls_its_closure_once(optimizer):
@@ -160,7 +167,7 @@ def optimizer_step(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any])
         result = closure.call_function(tx, [], {})
     guard_identity(owner)
     used = closure is None and not result_unused(tx)
-    given = _given(tx, optimizer, args, kwargs, used=used)
+    given = given_text(tx, optimizer, args, kwargs, used=used)
     which: list[Any] = []
     params: list[Any] = []
     grads: list[Any] = []
@@ -188,40 +195,6 @@ def optimizer_step(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any])
         for i, var in enumerate(params):
             var.call_method(tx, "copy_", [new.call_method(tx, "__getitem__", [const(i)], {})], {})
     return result
-
-
-def _closure(args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """The closure among the arguments of a step, taken out of them; None where there is none."""
-    found = kwargs.pop("closure", None)
-    if (
-        found is None
-        and args
-        and not isinstance(args[0].realize(), TensorVariable | SymNodeVariable)
-    ):
-        first = args[0]
-        if is_none(first) or not first.is_python_constant() or callable(first.as_python_constant()):
-            found = args.pop(0)
-    return None if is_none(found) else found
-
-
-def _given(
-    tx: Any, optimizer: Optimizer, args: list[Any], kwargs: dict[str, Any], *, used: bool
-) -> str:
-    """The other arguments of a step, and whether the user's code uses its result, as a text."""
-    values = [*args, *kwargs.values()]
-    text = None
-    if all(v.is_python_constant() for v in values):
-        named = {key: v.as_python_constant() for key, v in kwargs.items()}
-        text = text_of((tuple(a.as_python_constant() for a in args), named, used))
-    if text is None:
-        refuse(
-            tx,
-            f"{type(optimizer).__name__}.step",
-            seen="it is given an argument that is no constant of the step",
-            wanted="numbers, strings and the like, written in the step",
-            fix='set it on the optimizer ahead of the call of the step; or pass on_unsupported="eager"',
-        )
-    return text
 
 
 def _check_groups(tx: Any, optimizer: Optimizer) -> None:
@@ -330,19 +303,35 @@ def no_sync(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any
 
 
 def _end(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Drops what is left in `.grad`; notes it first where calls without an update belong to a window."""
+    """Drops what is left in `.grad`; notes it first where calls without an update belong to a window.
+
+    What an input has there is no window's: the input gets it, as from eager PyTorch.
+    """
     check_appended(tx)
     for optimizer in observed().optimizers:
         _check_groups(tx, optimizer)
     _, keep = (a.as_python_constant() for a in args)  # the demand becomes a guard by being read
     seen = observed().in_graph(tx.output)
     real_of = {var: real for real, var in real_tensors(tx)}
+    owned = {id(p) for o in seen.optimizers for p in parameters_of(o)}
     for var, attributes in list(tx.output.side_effects.store_attr_mutations.items()):
-        grad = attributes.pop("grad", None)
-        real = real_of.get(var)
-        if keep and not is_none(grad) and isinstance(real, torch.Tensor):
+        if "grad" not in attributes:
+            continue
+        grad, real = attributes.pop("grad"), real_of.get(var)
+        if not isinstance(real, torch.Tensor):
+            continue
+        if not isinstance(real, nn.Parameter) and id(real) not in owned and _is_input(var):
+            seen.inputs.append(real)
+            give_behind(tx, var, grad)
+        elif keep and not is_none(grad):
             note(tx, grad, Role.LEFT, seen.leaf_index(real))
     return const(None) if seen.chain is None else seen.chain
+
+
+def _is_input(var: Any) -> bool:
+    """Whether a tensor is data of the call: an argument, or in one, that the step does not write."""
+    given = re.fullmatch(r"L\['(args|kwargs)'\](\[[^\]]*\])*", var.source.name)
+    return given is not None and var.proxy.node.meta["example_value"]._version == 0
 
 
 def ddp_forward(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:

@@ -24,6 +24,7 @@ from gradsync_fx.errors import (
     GradSyncWarning,
     NoGradientError,
     NoOptimizerError,
+    ParallelismError,
 )
 from gradsync_fx.executor import Executor
 from gradsync_fx.files import Place
@@ -34,6 +35,7 @@ from gradsync_fx.inspection.uncaptured import describe_eager
 from gradsync_fx.lost import NamedLosses
 from gradsync_fx.lowering import decompositions
 from gradsync_fx.options import Options
+from gradsync_fx.parallelism import refuse_other_parallelism
 from gradsync_fx.saving import load, load_file, save, save_file
 from gradsync_fx.self_check import Verdict, check
 from gradsync_fx.threads import OneAtATime
@@ -54,7 +56,7 @@ class OptimizedStep:
     ) -> None:
         functools.update_wrapper(self, train_step)
         self._executor = Executor(options, simulated)
-        self._losses = NamedLosses(self._executor.place)
+        self._losses = NamedLosses(self._executor.place, self._executor.absent)
         self._to_check = options.self_check
         self._simulated, self._train_step = simulated is not None, train_step
         self._find = _Finder(train_step, self._executor)
@@ -221,6 +223,7 @@ class OptimizedStep:
         the user's changes: objects, random numbers, this window. Every rank calls it. Raises `WindowError` for a step
         that cannot be copied, or whose windows have no one length.
         """
+        refuse_other_parallelism(self._train_step, args, kwargs)
         return check(self._train_step, args, kwargs, self._executor.options, OptimizedStep)
 
     def capture(self, *args: Any, **kwargs: Any) -> None:
@@ -232,6 +235,10 @@ class OptimizedStep:
         """Another window length from the next window on. Raises `WindowError` inside a window. Never recompiles."""
         with self._one_thread.held():
             set_steps(self._executor, k)
+
+
+# Refused by an eager run, too.
+_EITHER_WAY = (NoOptimizerError, NoGradientError, ForeignParameterError, ParallelismError)
 
 
 class _Finder:
@@ -266,12 +273,13 @@ class _Finder:
 
     def run_eagerly(self, why: CaptureError) -> None:
         """From now on without a capture. Raises `why` where the options forbid that, or eager is no way out."""
-        same = isinstance(why, NoOptimizerError | NoGradientError | ForeignParameterError)
+        same = isinstance(why, _EITHER_WAY)
         if self._executor.options.on_unsupported != "eager" or same:
             raise why
         self.eager = EagerWindow(self._train_step, self._executor, why)
 
     def _captured_call(self, *args: Any, **kwargs: Any) -> Any:
+        self._look_at(args, kwargs)
         # Kept while a window is open: closing it may need the step traced anew, with the same arguments.
         self._last = (args, kwargs)
         self._demand.key = self._changed_groups()
@@ -288,6 +296,10 @@ class _Finder:
             if not self._executor.window.pending:
                 self._last = None
 
+    def _look_at(self, args: Any, kwargs: Any) -> None:
+        if not self._executor.captures:
+            refuse_other_parallelism(self._train_step, args, kwargs)
+
     def _changed_groups(self) -> str:
         """What Dynamo has to trace anew for: parameters that an optimizer gained or lost since its first capture."""
         changed: dict[int, list[int]] = {}
@@ -301,6 +313,7 @@ class _Finder:
 
     def capture_of(self, args: Any, kwargs: Any) -> CapturedStep:
         """Captures a call without running it."""
+        self._look_at(args, kwargs)
         self._executor.only_find = True
         try:
             self._call(*args, **kwargs)

@@ -33,6 +33,7 @@ def flush(executor: Executor, on_update: Any = None) -> None:
                 on_update()
         if meeting.over:
             break
+    executor.buffers.at_end(captured)
     executor.sync_gradients = updated
 
 

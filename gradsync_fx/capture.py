@@ -40,7 +40,7 @@ from gradsync_fx.errors import (
 )
 from gradsync_fx.interception import intercepting
 from gradsync_fx.observed import CallSite, Declared, HostCall, Observed, observed, readable
-from gradsync_fx.ops import OURS, TORCHS, UPDATE, argument
+from gradsync_fx.ops import LEAF_GRAD, OURS, TORCHS, UPDATE, argument
 from gradsync_fx.optimizer_state import parameters_of
 from gradsync_fx.presence import compiling
 from gradsync_fx.program import Kind, Leaf, Slot, Step, writes
@@ -223,7 +223,13 @@ def _capture(
         else:
             kind = Kind.DATA
         slots.append(Slot(kind, name, position))
-    leaves = {i: Leaf(i, names.get(id(t), f"leaf {i}"), t) for i, t in enumerate(seen.leaves)}
+    inputs = {id(t) for t in seen.inputs}
+    leaves = {
+        i: Leaf(i, names.get(id(t), f"leaf {i}"), t)
+        for i, t in enumerate(seen.leaves)
+        if id(t) not in inputs
+    }
+    _unmark(graph, leaves)
     canonicalize(graph)
     step = Step(graph, tuple(slots), leaves)
     _check(step, seen, parameters, manual)
@@ -231,7 +237,7 @@ def _capture(
         step=step,
         fake_mode=detect_fake_mode(fakes),
         optimizers=tuple(seen.optimizers),
-        ddp=tuple(m for _, m in seen.modules if isinstance(m, DistributedDataParallel)),
+        ddp=ddp_modules(seen),
         parameters=parameters,
         buffers=buffers,
         hooked=tuple(names.get(id(t), "a tensor") for t in seen.hooked),
@@ -245,7 +251,17 @@ def _capture(
 
 
 def _is_leaf(tensor: torch.Tensor, seen: Observed) -> bool:
-    return any(tensor is leaf for leaf in seen.leaves)
+    """Whether it is a leaf that is trained: inputs have gradients of their own."""
+    trained = any(tensor is leaf for leaf in seen.leaves)
+    return trained and all(tensor is not given for given in seen.inputs)
+
+
+def _unmark(graph: GraphModule, leaves: dict[int, Leaf]) -> None:
+    """Gradients of inputs are values like any other."""
+    for marker in graph.graph.find_nodes(op="call_function", target=LEAF_GRAD):
+        if argument(marker, 1) not in leaves:
+            marker.replace_all_uses_with(argument(marker, 0))
+            graph.graph.erase_node(marker)
 
 
 def named_tensors(seen: Observed) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -265,6 +281,12 @@ def named_tensors(seen: Observed) -> tuple[dict[str, torch.Tensor], dict[str, to
                 name = name.replace(".module.", ".") if wrapped else name
                 found[f"{readable(source)}.{name}" if name in found else name] = tensor
     return parameters, buffers
+
+
+def ddp_modules(seen: Observed) -> tuple[DistributedDataParallel, ...]:
+    """All of them, also those inside of other modules; the outer one first."""
+    inside = dict.fromkeys(m for _, root in seen.modules for m in root.modules())
+    return tuple(m for m in inside if isinstance(m, DistributedDataParallel))
 
 
 def batch_norms(seen: Observed) -> tuple[str, ...]:

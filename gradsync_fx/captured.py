@@ -12,10 +12,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.profiler import record_function
 
 from gradsync_fx._torch import compile_lock
 from gradsync_fx.capture import Capture
+from gradsync_fx.collectives import OwnCollectives
 from gradsync_fx.dividing import Divisors
 from gradsync_fx.errors import CaptureError, GradSyncWarning
 from gradsync_fx.flat import joined
@@ -23,11 +25,11 @@ from gradsync_fx.integrity import Integrity
 from gradsync_fx.journal import Journal
 from gradsync_fx.lowering import Compiled, as_it_is, decompositions, lower
 from gradsync_fx.opaque import Opaque, warn_of
-from gradsync_fx.ops import ALL_REDUCE, WAIT, argument
+from gradsync_fx.ops import argument
 from gradsync_fx.options import Options
+from gradsync_fx.participate import take_part
 from gradsync_fx.passes import build
 from gradsync_fx.passes.update import update_key
-from gradsync_fx.passes.weigh import carrier
 from gradsync_fx.plan import Plan, Weighing
 from gradsync_fx.planning import (
     Setting,
@@ -67,7 +69,7 @@ class CapturedStep:
     ) -> None:
         self.capture, self.options, self._integrity = capture, options, integrity
         self.regions = find_regions(capture.step)
-        self.setting: Setting = find_setting(capture.ddp, options, simulated)
+        self.setting: Setting = find_setting(capture, options, simulated)
         self.journal = Journal()
         self.programs: dict[str, Program] = {}
         self.compile_seconds: dict[str, float] = {}
@@ -106,6 +108,8 @@ class CapturedStep:
             wire_dtype=self.setting.wire_dtype,
             sync_each_batch=options.sync_each_batch,
         )
+        real = isinstance(self.setting.group, ProcessGroup)  # none of simulated ranks are asked for
+        self.collectives = OwnCollectives.of(self.regions) if real else OwnCollectives()
         # All parameters that receive a gradient: every call asks for them.
         self.names = self.names_of(self.plan.parts)
 
@@ -128,6 +132,16 @@ class CapturedStep:
         wanted, leaves = set(parts), self.capture.step.leaves
         return tuple(
             leaves[i].name for i in self.regions.leaves if self.plan.part_of_leaf[i] in wanted
+        )
+
+    @property
+    def reduced(self) -> frozenset[str]:
+        """Parameters whose gradients are reduced over the ranks of the window, and so stay the same on all of them."""
+        return frozenset(
+            self.capture.step.leaves[leaf].name
+            for bucket in self.plan.buckets
+            if bucket.reduction.group == self.plan.group
+            for leaf in bucket.leaves
         )
 
     @property
@@ -177,11 +191,13 @@ class CapturedStep:
 
     @property
     def speaks_in_every_call(self) -> bool:
-        """Whether also an accumulate call has collectives of ours."""
+        """Whether also an accumulate call meets the other ranks: it has collectives anyway, of ours or of its own."""
         if self.setting.group is None:
             return False
-        return self.options.sync_each_batch or (
-            self.setting.broadcast_buffers == "every" and bool(self.capture.buffers)
+        return (
+            self.options.sync_each_batch
+            or (self.setting.broadcast_buffers == "every" and bool(self.setting.shared_buffers))
+            or self.collectives.each_call > 0
         )
 
     @property
@@ -375,26 +391,4 @@ class CapturedStep:
 
     def take_part(self) -> None:
         """Zeros into the reductions of the other ranks' accumulate call; what they sum comes in here, too."""
-        plan, leaves = self.plan, self.capture.step.leaves
-        weights = dict(plan.weights) if plan.weighing else {}
-        carriers = {carrier(plan, part): part for part in weights}
-        for bucket in plan.buckets:
-            held = [plan.accumulators[leaves[i].name] for i in bucket.leaves]
-            if bucket in carriers:
-                held.append(weights.pop(carriers[bucket]))
-            reduction = bucket.reduction
-            _add_reduced(held, plan.wire_dtype, reduction.op, reduction.group)
-        for weight in weights.values():
-            _add_reduced([weight], weight.dtype, "sum", plan.group)
-
-
-def _add_reduced(
-    held: list[torch.Tensor], wire: torch.dtype | None, op: str, group: str | None
-) -> None:
-    if group is None:
-        return
-    sizes = [t.numel() for t in held]
-    flat = torch.zeros(sum(sizes), dtype=wire or held[0].dtype, device=held[0].device)
-    total = WAIT(ALL_REDUCE(flat, op, group))
-    for tensor, term in zip(held, total.split(sizes), strict=True):
-        tensor.add_(term.view_as(tensor))
+        take_part(self.plan)

@@ -18,15 +18,17 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradsync_fx._torch import counted_by_scheduler
-from gradsync_fx.capture import named_tensors
+from gradsync_fx._torch import counted_by_scheduler, tree_leaves
+from gradsync_fx.capture import ddp_modules, named_tensors
 from gradsync_fx.eager.discovery import discover
 from gradsync_fx.errors import WindowError
 from gradsync_fx.ops import OURS, TORCHS
+from gradsync_fx.optimizer_state import parameters_of
 
 
 # Functions of these hold nothing of the user's: they are shared.
@@ -57,8 +59,11 @@ def of(function: Callable[..., Any], args: Any, kwargs: Any) -> Copy:
     seen = found.observed()
     parameters, buffers = named_tensors(seen)
     known = {id(p) for p in parameters.values()}
+    owned = {id(p) for o in found.optimizers for p in parameters_of(o)}
+    # Gradients of inputs are their own.
+    known |= {id(v) for v in tree_leaves((args, kwargs)) if not isinstance(v, nn.Parameter)} - owned
     parameters.update({n: t for n, t in found.tensors.items() if id(t) not in known})
-    ddp = tuple(m for _, m in seen.modules if isinstance(m, DistributedDataParallel))
+    ddp = ddp_modules(seen)
     return Copy(function, tuple(args), kwargs, parameters, buffers, tuple(found.optimizers), ddp)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +31,8 @@ def _start_of_ops() -> None:
 class Draft:
     """`of` maps nodes of the step to their copies here; `slots` grows with each new input.
 
-    notes: the copies of what the step's notes point out. host_values: outputs for the host's calls.
+    notes: the copies of what the step's notes point out. host_values: outputs for the host's calls. kept: nodes that
+    stay although nothing reads them.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Draft:
     fake_mode: Any
     notes: dict[tuple[ops.Role, int], list[Node]] = field(default_factory=dict)
     host_values: int = 0
+    kept: list[Node] = field(default_factory=list)
     _inputs: dict[tuple[Kind, Any], Node] = field(default_factory=dict)
     _ends: dict[Node, Node] = field(default_factory=dict)
     _start: Node | None = None
@@ -181,7 +183,7 @@ class Draft:
 
     def finish(self) -> Program:
         """Drops what nothing lasting needs, collectives and unread inputs included, and checks the graph."""
-        kept = _needed(self.graph)
+        kept = _needed(self.graph, set(self.kept))
         for node in reversed(list(self.graph.nodes)):
             if node not in kept and node.op != "placeholder":
                 self.graph.erase_node(node)
@@ -223,12 +225,16 @@ def _is_note(value: Any) -> bool:
     return isinstance(value, Node) and value.target is ops.NOTE
 
 
-def _needed(graph: Graph) -> set[Node]:
-    """Outputs, writes, asserts, and what they read. torch calls collectives impure; here they are not."""
+def _needed(graph: Graph, kept: Collection[Node]) -> set[Node]:
+    """Outputs, writes, asserts, what is kept in any case, and what they read.
+
+    torch calls collectives impure; here they are not: which of them stay is a question of the program.
+    """
     return upstream(
         n
         for n in graph.nodes
         if n.op == "output"
+        or n in kept
         or (n.target is torch.ops.aten.copy_.default)
         or (
             n.op == "call_function"

@@ -44,6 +44,10 @@ class ForeignParameterError(CaptureError):
     """An optimizer holds a parameter that no module of the step holds."""
 
 
+class ParallelismError(CaptureError):
+    """The step is parallel in another way than by data: sharded parameters, pipelines, sharded optimizers."""
+
+
 class UpdateError(CaptureError):
     """The optimizer's update can neither be traced nor run as it is."""
 

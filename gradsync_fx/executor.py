@@ -4,9 +4,12 @@ An accumulate call runs one program and speaks to nobody. A window closes in a c
 after the data (flush); in all three the ranks tell each other where they stand, and then each of them
 
     runs the boundary program (or the tail program, without data)     if all ranks have the same gradients to reduce
-                                                                      and each has a term that certainly counts
+                                                                      and each has a term that certainly counts,
+                                                                      and either all of them have data or none
     runs the accumulate program, then the tail for the union of what  otherwise: branches that differ, or weights that
-    the ranks' windows hold, or makes no update if that is nothing    may all be zero
+    the ranks' windows hold, or makes no update if that is nothing    may all be zero; a rank without data among others,
+                                                                      as an update compiled into another program
+                                                                      may round otherwise
 """
 
 from __future__ import annotations
@@ -21,10 +24,13 @@ from gradsync_fx.accumulators import Accumulators
 from gradsync_fx.capture import Capture
 from gradsync_fx.captured import NONE, CapturedStep
 from gradsync_fx.catalogue import Catalogue, Found
+from gradsync_fx.collectives import Agreement
 from gradsync_fx.dividing import Divisors, divisors_of, totals_of
+from gradsync_fx.drift import Drift
 from gradsync_fx.eager.step import EagerStep
 from gradsync_fx.errors import GradSyncWarning
 from gradsync_fx.integrity import Integrity
+from gradsync_fx.lowering import as_it_is
 from gradsync_fx.module_buffers import ModuleBuffers
 from gradsync_fx.options import Options
 from gradsync_fx.planning import Setting, shared_options
@@ -36,6 +42,7 @@ from gradsync_fx.ranks import (
     Meeting,
     Position,
     check_same_layout,
+    check_same_window,
 )
 from gradsync_fx.refusals import no_call_yet, no_common_tail
 from gradsync_fx.replicas import check_replicas
@@ -60,9 +67,11 @@ class Executor:
         self.integrity = Integrity()
         self.catalogue = Catalogue(self.accumulators, self.integrity, simulated)
         self.buffers = ModuleBuffers()
+        self.drift = Drift()
         self.only_find = False
         self.saved: WindowState | None = None
         self._line, self._begun = Line(None, None), False
+        self._agreement = Agreement()
         self.discards = 0
         self._apart: tuple[CapturedStep, Meeting, list[Any]] | None = None
 
@@ -90,11 +99,13 @@ class Executor:
         self.integrity.check("the first call")
         setting, capture = captured.setting, captured.capture
         self._line = Line(setting.group, self.options.rank_timeout)
+        shared = {n: p for n, p in capture.parameters.items() if n not in setting.ignored}
         if setting.group is not None:
             with self.integrity.among_ranks():
                 alike = shared_options(setting, self.options)
-                check_replicas(self._line, alike, capture.parameters, capture.buffers)
+                check_replicas(self._line, alike, shared, setting.shared_buffers)
         self.buffers.first(captured)
+        self.drift.begin(shared)
         self._begun = True
         self.integrity.over()
 
@@ -143,6 +154,10 @@ class Executor:
         window = self.window
         return self._line.place(window.pending + 1, max(self.options.steps), window.optimizer_step)
 
+    def absent(self) -> list[int]:
+        """The ranks that are missing in a program, where that is known."""
+        return self._line.absent(behind=True)
+
     def next_place(self) -> str:
         """Where the next call stands, for people."""
         return f"micro-step {self.window.pending + 1}/{max(self.options.steps) or '?'}"
@@ -168,10 +183,17 @@ class Executor:
             certain=captured.certain(self.accumulators.in_window, closing),
             discards=self.discards,
             settled=captured.settled,
+            collectives=captured.collectives.number,
+            bound=captured.collectives.bound(closes=bool(closing)) if runs else 0,
+            fed=max(part.summed for part in after.parts),
             weights=self._weights(captured, after),
         )
         with self.integrity.among_ranks(alone=self._line.group is None):
+            self.drift.compare(self._line)
             meeting = self._line.meet(mine)
+            self._agreement.check(self._line, meeting, captured.collectives)
+            check_same_window(meeting)
+            self.buffers.follow(meeting)
             if meeting.someone_runs and self.options.sync_each_batch:
                 check_same_layout(meeting)
         return meeting
@@ -216,7 +238,11 @@ class Executor:
             # Its own calls close its windows (eager/window.py): this is an end without data.
             self.window = after
             updated = self._close_in_turn(captured, meeting)
-        elif meeting.certain and all(totals[part] > 0 for part in closing):
+        elif (
+            meeting.certain
+            and all(totals[part] > 0 for part in closing)
+            and (meeting.all_or_none_run or as_it_is(self.options))
+        ):
             updated, divisors = closing, self._divisors(totals)
             with captured.side_by_side(self._line, settled=all(p.settled for p in meeting.ranks)):
                 if args is not None:
@@ -258,6 +284,10 @@ class Executor:
         if updated:
             self.buffers.after_boundary(captured)
         self.integrity.over()
+        if updated:
+            with self.integrity.among_ranks(alone=self._line.group is None):
+                self.drift.updated(self._line, self.window.optimizer_step, captured.reduced)
+            self.integrity.over()
         if not updated and meeting.pending:
             warnings.warn(
                 "a window closed without a single term on any rank (skipped, not finite, or of zero weight): no update",
@@ -269,8 +299,17 @@ class Executor:
         self, captured: CapturedStep, meeting: Meeting, results: list[Any]
     ) -> frozenset[int]:
         """The tail for all that the ranks' windows hold; returns the parts that it updated."""
-        closing, runs = meeting.closing, bool(results)
-        names = self._line.names(self.accumulators.names(closing))
+        runs = bool(results)
+        held = self._line.names(
+            [
+                f"{part} {name}"
+                for part in meeting.closing
+                for name in self.accumulators.names([part])
+            ]
+        )
+        names = [name.partition(" ")[2] for name in held]
+        # At the end of all data every part closes, also one that has just been closed and holds nothing.
+        closing = frozenset(int(name.partition(" ")[0]) for name in held) or meeting.closing
         whole = meeting.uniform and set(names) == set(captured.names_of(closing))
         target = self.catalogue.for_parameters(captured, names, closing) if names else captured
         ready = target is not None and not (runs and any(captured.regions.stages.values()))

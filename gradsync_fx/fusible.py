@@ -26,7 +26,7 @@ _aten = torch.ops.aten
 # Ops of two tensors that take a number for the second one, too.
 _OF_TENSORS = (_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor)
 # Those with a factor (alpha, value) before their second term: what adds it, and what makes it of two others.
-_SCALED = {
+SCALED = {
     _aten.add.Tensor: (_aten.add.Tensor, None),
     _aten.sub.Tensor: (_aten.sub.Tensor, None),
     _aten.addcmul.default: (_aten.add.Tensor, _aten.mul.Tensor),
@@ -90,8 +90,8 @@ def _take_tensor(
     module: GraphModule, fake_mode: Any, user: Node, number: Node, tensor: Node
 ) -> None:
     graph = module.graph
-    if user.target in _SCALED and list(user.kwargs.values()) == [number]:
-        total, product = _SCALED[user.target]
+    if user.target in SCALED and list(user.kwargs.values()) == [number]:
+        total, product = SCALED[user.target]
         first, *factors = user.args
         with graph.inserting_before(user):
             term = emit(graph, fake_mode, product, tuple(factors), {}) if product else factors[0]

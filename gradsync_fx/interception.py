@@ -9,10 +9,11 @@ from unittest import mock
 
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsync_fx import answers, later
+from gradsync_fx import answers, in_place, later
 from gradsync_fx._torch import (
     FORMATS_NUMBERS,
     READ_ATTRIBUTE,
+    CollectiveFunctionRewriteVariable,
     DebuggingVariable,
     InstructionTranslatorBase,
     LoggingLoggerVariable,
@@ -53,6 +54,7 @@ def intercepting(fresh: Observed) -> Iterator[Observed]:
             (InstructionTranslatorBase, "_load_attr", later.load_attribute),
             (dynamo_builder, "is_int_specialization_case", answers.stays_constant),
             (aot_graphs, "_apply_tensorify_python_scalars", later.keep_numbers),
+            (CollectiveFunctionRewriteVariable, "call_function", in_place.call_function),
             (DebuggingVariable, "call_function", later.debugging_call),
             (LoggingLoggerVariable, "call_method", later.logger_call),
         ):

@@ -102,6 +102,8 @@ class _Cutter:
         self.kernels: dict[str, Kernel] = {}
         self.resets = resets(module)
         self.writes: dict[Node, list[Node]] = {}
+        self.zeroed: set[Node] = set()
+        self.kept: dict[Node, Node] = {}
         copies = self.graph.find_nodes(op="call_function", target=_aten.copy_.default)
         for copy in copies:
             self.writes.setdefault(argument(copy, 0), []).append(copy)
@@ -142,6 +144,8 @@ class _Cutter:
             zeroed = node is inputs[1] and node in self.resets
             if node in self.position and others and not zeroed:
                 return None
+        if self.zeroed.intersection(_scaling(argument(call, 1))[0].all_input_nodes):
+            return None  # an earlier call reads the same sum, and zeroes it
         return found if inputs[0] in written else None
 
     def _cut_call(self, call: Node, copies: dict[int, Node]) -> None:
@@ -179,6 +183,7 @@ class _Cutter:
                 body, inputs, written, full, single, scaling, total, resets=zeroes
             )
         if zeroes:
+            self.zeroed.add(raw)
             self.graph.erase_node(self.resets.pop(raw))
         for copy in copies.values():
             self.graph.erase_node(copy)
@@ -186,7 +191,7 @@ class _Cutter:
             KernelCall(
                 self.kernels[text],
                 tuple(self._value(n) for n in full),
-                tuple(self._value(n) for n in single),
+                tuple(self._value(self._as_it_was(n, call)) for n in single),
             )
         )
 
@@ -218,6 +223,15 @@ class _Cutter:
             copy = self.graph.call_function(_aten.copy_.default, (acc, raw))
         copy.meta["val"] = form
         return acc
+
+    def _as_it_was(self, holder: Node, call: Node) -> Node:
+        """What a call reads of an input that the program writes before the call comes: the window's weight, say."""
+        if self.writes.get(holder) and holder not in self.kept:
+            with self.graph.inserting_before(call):
+                self.kept[holder] = self.graph.call_function(_aten.clone.default, (holder,))
+            # A value of its own: one that shared the input's storage would be a view of it to Inductor.
+            self.kept[holder].meta["val"] = holder.meta["val"].clone()
+        return self.kept.get(holder, holder)
 
     def _value(self, node: Node) -> Value:
         if node in self.position:

@@ -17,6 +17,7 @@ from collections import deque
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.fx import GraphModule, Node
 
@@ -51,11 +52,15 @@ def run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     function(*args, **kwargs)
 
 
-class _Run(VariableTracker):
-    """`run` itself, for Dynamo's code."""
+class _Ours(VariableTracker):
+    """A function of this file itself, for Dynamo's code."""
+
+    def __init__(self, name: str, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.name = name
 
     def reconstruct(self, codegen: Any) -> None:
-        codegen.load_import_from(__name__, run.__name__)
+        codegen.load_import_from(__name__, self.name)
 
 
 def put_behind(tx: Any, function: Any, args: Any, kwargs: Any, name: str) -> Any:
@@ -63,9 +68,22 @@ def put_behind(tx: Any, function: Any, args: Any, kwargs: Any, name: str) -> Any
     given = [_detached(tx, a) for a in args]
     named = {const(key): _detached(tx, value) for key, value in kwargs.items()}
     call = [function, TupleVariable(given), ConstDictVariable(named)]
-    tx.output.root_tx.debug_locals.append((_Run(), call))
+    tx.output.root_tx.debug_locals.append((_Ours(run.__name__), call))
     observed().in_graph(tx.output).moved.append(f"{name} at {line_of(tx)}: after the program")
     return const(None)
+
+
+def give(tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """What `backward` does with the gradient of a leaf; None where the step dropped it."""
+    if gradient is None or tensor.grad is None:
+        tensor.grad = gradient
+    else:
+        tensor.grad.add_(gradient)
+
+
+def give_behind(tx: Any, tensor: Any, gradient: Any) -> None:
+    """An input's own gradient goes onto it when the program has run."""
+    tx.output.root_tx.debug_locals.append((_Ours(give.__name__), [tensor, gradient]))
 
 
 def _detached(tx: Any, value: Any) -> Any:
@@ -202,6 +220,9 @@ def _may_wait(fn: Any, args: list[Any], kwargs: dict[str, Any]) -> bool:
     owner = getattr(getattr(fn, "obj", fn), "value", None)
     if isinstance(owner, nn.Module) and any(p.requires_grad for p in owner.parameters()):
         return False
+    function = getattr(fn, "fn", getattr(fn, "value", None))
+    if getattr(function, "__module__", "") == dist.distributed_c10d.__name__:
+        return function is dist.barrier  # a broadcast, say: what it writes is read in the step
     differentiable: list[Any] = []
 
     def look(value: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 import torch.distributed as dist
@@ -15,10 +15,10 @@ from gradsync_fx.errors import RankLostError
 _GLOO = re.compile(r"gloo/|Connection (closed|reset|refused)|Broken pipe|[Tt]imed out waiting")
 
 
-def lost(seen: str, where: str) -> RankLostError:
-    """where: this rank, and its place in the window."""
+def lost(seen: str, where: str, absent: Sequence[int] = ()) -> RankLostError:
+    """where: this rank, and its place in the window. absent: the ranks that are missing, where that is known."""
     return RankLostError(
-        "the other ranks",
+        named(absent) or "the other ranks",
         seen=f"{seen}; {where}" if where else seen,
         wanted="all ranks at the same collective within the timeout",
         fix="see whether a rank was killed, raised, ended, or made fewer calls (step.flush() is for a rank whose data "
@@ -26,20 +26,29 @@ def lost(seen: str, where: str) -> RankLostError:
     )
 
 
+def named(ranks: Sequence[int]) -> str:
+    return ", ".join(f"rank {rank}" for rank in ranks)
+
+
+def waited(where: str, absent: Sequence[int]) -> str:
+    """What a rank that gives up leaves for those that come later."""
+    return f"{where} and waited for {named(absent)}" if absent else where
+
+
 def broken(failure: BaseException) -> str:
     """What a broken connection, or a wait that ended, looks like from here."""
     said = (str(failure).strip().splitlines() or [type(failure).__name__])[0].partition(". ")[0]
-    return f"the connection to one of them broke, or it did not answer in time ({said})"
+    return f"the connection broke, or there was no answer in time ({said})"
 
 
 class NamedLosses:
     """Blocks in which torch's errors of a broken connection become a `RankLostError`; theirs is the cause.
 
-    where: asked when it happens.
+    where, absent: as in `lost`, asked when it happens.
     """
 
-    def __init__(self, where: Callable[[], str]) -> None:
-        self._where = where
+    def __init__(self, where: Callable[[], str], absent: Callable[[], Sequence[int]]) -> None:
+        self._where, self._absent = where, absent
 
     def __enter__(self) -> None: ...
 
@@ -52,4 +61,4 @@ class NamedLosses:
         if isinstance(failure, dist.DistError) or (
             isinstance(failure, RuntimeError) and _GLOO.search(str(failure))
         ):
-            raise lost(broken(failure), self._where()) from failure
+            raise lost(broken(failure), self._where(), self._absent()) from failure

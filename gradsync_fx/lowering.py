@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from gradsync_fx._torch import (
     NOT_FOR_OUR_PROGRAMS,
     TracingContext,
     compile_fx_inner,
+    in_order_with_collectives,
     inductor_config,
     inductor_globals,
     inductor_joint_passes,
@@ -21,13 +23,16 @@ from gradsync_fx._torch import (
     select_decomp_table,
     tracing,
 )
+from gradsync_fx.check_lowered import Behind, check_lowered
 from gradsync_fx.compile_once import compile_once
 from gradsync_fx.fusible import add_products, norms_as_sums, numbers_as_tensors, write_early
+from gradsync_fx.gc_off import gc_off
 from gradsync_fx.inlining import copy_module, inline_bodies
-from gradsync_fx.kernels import Cut, cut_updates, run_calls
+from gradsync_fx.kernels import Cut, Kernel, KernelCall, Wait, cut_updates, run_calls
 from gradsync_fx.options import LEVERS, Options
 from gradsync_fx.overlap import gradient_reductions, reduce_in_place, wait_late
 from gradsync_fx.program import Program, output_values
+from gradsync_fx.wire import START_SUMS
 
 
 Compiled = Callable[[list[Any]], Any]
@@ -48,9 +53,9 @@ def as_it_is(options: Options) -> bool:
 
 def lower(program: Program, fake_mode: Any, options: Options) -> Compiled:
     """Compiles a program. The callable takes the list of its inputs, which it may empty, and returns its outputs."""
-    if options.backend == "inductor":
+    if options.backend == "inductor" and not _is_complex(program):
         return _inductor(program, fake_mode, options)
-    if as_it_is(options):
+    if as_it_is(options) or options.backend == "inductor":
         return lambda args: program.module(*args)
     backend = (
         lookup_backend(options.backend) if isinstance(options.backend, str) else options.backend
@@ -61,39 +66,75 @@ def lower(program: Program, fake_mode: Any, options: Options) -> Compiled:
     return lambda args: compiled(*args)
 
 
-def _inductor(program: Program, fake_mode: Any, options: Options) -> Compiled:
-    patches = _patches(options)
-    levers = set(LEVERS).difference(options.without)
-    # Inductor rewrites what it is given; the program stays readable.
+def _is_complex(program: Program) -> bool:
+    """Whether it has complex inputs: Inductor has no kernels for them, and knows no product with a symbolic number."""
+    return any(v.is_complex() for v in program.inputs() if isinstance(v, torch.Tensor))
+
+
+@dataclass(slots=True)
+class Rewritten:
+    """What Inductor is handed for a program: the main graph, what was cut out of it, and each kernel's graph."""
+
+    main: GraphModule
+    cut: Cut
+    updates: dict[Kernel, GraphModule]
+
+    def check(self, program: Program) -> None:
+        """Raises `VerificationError` unless all together is the program (check_lowered.py)."""
+        behind = [self._behind(call, len(program.slots)) for call in self.cut.calls]
+        check_lowered(program, self.main, behind)
+
+    def _behind(self, call: KernelCall | Wait, inputs: int) -> Behind:
+        values = call.sums if isinstance(call, Wait) else (*call.tensors, *call.scalars)
+        positions = tuple(v.index + (inputs if v.kind == "extra" else 0) for v in values)
+        return Behind(None if isinstance(call, Wait) else self.updates[call.kernel], positions)
+
+
+def rewrite(program: Program, fake_mode: Any, levers: Collection[str]) -> Rewritten:
+    """All rewrites of the graph on its way to Inductor, in their order; the program itself stays readable."""
     module = copy_module(program.module)
     if gradient_reductions(module):
         if "overlap" in levers:
             wait_late(module)
-            # Inductor's own order of least memory starts all-reduces late.
-            patches.setdefault("reorder_for_peak_memory", False)
         if "in_place" in levers:
             reduce_in_place(module, fake_mode)
-    if all(v.device.type == "cpu" for v in program.inputs() if isinstance(v, torch.Tensor)):
-        # Turning convolutions to channels last is for GPUs: on a CPU it costs more than they do.
-        patches.setdefault("layout_optimization", False)
     cut = cut_updates(module) if "updates" in levers else Cut()
     inline_bodies(module, fake_mode)
     norms_as_sums(module, fake_mode)
     if "products" in levers:
         add_products(module, fake_mode)
     write_early(module)
+    numbers_as_tensors(module, fake_mode)
+    updates = {kernel: copy_module(kernel.module) for kernel in cut.kernels}
+    for kernel, body in updates.items():
+        numbers_as_tensors(body, kernel.fake_mode)
+    return Rewritten(module, cut, updates)
+
+
+def _inductor(program: Program, fake_mode: Any, options: Options) -> Compiled:
+    patches = _patches(options)
+    levers = set(LEVERS).difference(options.without)
+    if "overlap" in levers and gradient_reductions(program.module):
+        # Inductor's own order of least memory starts all-reduces late.
+        patches.setdefault("reorder_for_peak_memory", False)
+    if all(v.device.type == "cpu" for v in program.inputs() if isinstance(v, torch.Tensor)):
+        # Turning convolutions to channels last is for GPUs: on a CPU it costs more than they do.
+        patches.setdefault("layout_optimization", False)
+    with gc_off():
+        rewritten = rewrite(program, fake_mode, levers)
+        rewritten.check(program)
+    cut = rewritten.cut
 
     def compiled(module: GraphModule, inputs: list[Any], fake_mode: Any) -> Compiled:
-        numbers_as_tensors(module, fake_mode)
         module.recompile()  # Inductor's cache knows a module by its code
         return _compiled(module, inputs, fake_mode, patches, "shared_compile" in levers)
 
-    main = compiled(module, program.inputs(), fake_mode)
+    main = compiled(rewritten.main, program.inputs(), fake_mode)
     if not cut.calls:
         return main
-    for kernel in cut.kernels:
-        inputs = [n.meta["val"] for n in kernel.module.graph.find_nodes(op="placeholder")]
-        kernel.run = compiled(copy_module(kernel.module), inputs, kernel.fake_mode)
+    for kernel, body in rewritten.updates.items():
+        inputs = [n.meta["val"] for n in body.graph.find_nodes(op="placeholder")]
+        kernel.run = compiled(body, inputs, kernel.fake_mode)
     outputs = len(output_values(program.module))
 
     def run(args: list[Any]) -> list[Any]:
@@ -123,6 +164,7 @@ def _compiled(
         tracing(TracingContext(fake_mode)),
         inductor_globals.set_fake_mode(fake_mode),
         inductor_config.patch(patches),
+        in_order_with_collectives(START_SUMS),
     ):
         module = inductor_joint_passes(module)
         (out,) = module.graph.find_nodes(op="output")

@@ -1,6 +1,9 @@
 """Module buffers over ranks, as DDP has them: rank 0's at the start of a window, at every call, or each its own.
 
-Rank 0's buffers for the next window are fetched while all ranks meet at the boundary and put in place at each rank's
+Where rank 0 has no data, it is the first rank that has: as with DDP's `join`, what lives on is of new data, and when
+all data has ended all ranks have the same.
+
+That rank's buffers for the next window are fetched while all ranks meet at the boundary and put in place at each rank's
 own first call there: a rank whose data ended does not make that call, and nobody may wait for it.
 """
 
@@ -10,7 +13,7 @@ import torch
 
 from gradsync_fx.captured import CapturedStep
 from gradsync_fx.eager.step import EagerStep
-from gradsync_fx.ranks import broadcast
+from gradsync_fx.ranks import Meeting, broadcast
 
 
 class ModuleBuffers:
@@ -21,11 +24,16 @@ class ModuleBuffers:
         self._here: dict[str, torch.Tensor] = {}
         self._restored: dict[str, torch.Tensor] = {}
         self._waiting = False
+        self._source = 0
+
+    def follow(self, meeting: Meeting) -> None:
+        """Whose buffers count from here on."""
+        self._source = next(iter(meeting.fed), self._source)
 
     def first(self, captured: CapturedStep | EagerStep) -> None:
         """All ranks make their first capture: the one time that rank 0's buffers come at once."""
-        group, buffers = captured.setting.group, captured.capture.buffers
-        self._here = buffers if group is not None else {}
+        group, buffers = captured.setting.group, captured.setting.shared_buffers
+        self._here = captured.capture.buffers if group is not None else {}
         if group is not None and captured.setting.broadcast_buffers != "never" and buffers:
             broadcast(group, list(buffers.values()))
         if self._follows(captured):
@@ -44,18 +52,26 @@ class ModuleBuffers:
 
     def keep_company(self, captured: CapturedStep | EagerStep) -> None:
         """What every rank does at every call, also one without data, where buffers are broadcast at every call."""
-        group, buffers = captured.setting.group, captured.capture.buffers
+        group, buffers = captured.setting.group, captured.setting.shared_buffers
         if group is not None and captured.setting.broadcast_buffers == "every" and buffers:
-            broadcast(group, list(buffers.values()))
+            broadcast(group, list(buffers.values()), self._source)
 
     def after_boundary(self, captured: CapturedStep | EagerStep) -> None:
         """All ranks meet."""
         group = captured.setting.group
         if group is not None and self._follows(captured):
-            for name, value in captured.capture.buffers.items():
+            for name, value in captured.setting.shared_buffers.items():
                 self.fetched[name] = value.clone()
-            broadcast(group, [self.fetched[name] for name in captured.capture.buffers])
+            names = captured.setting.shared_buffers
+            broadcast(group, [self.fetched[name] for name in names], self._source)
             self._waiting = True
+
+    def at_end(self, captured: CapturedStep | EagerStep) -> None:
+        """All ranks' data has ended."""
+        group, buffers = captured.setting.group, captured.setting.shared_buffers
+        if group is not None and captured.setting.broadcast_buffers != "never" and buffers:
+            broadcast(group, list(buffers.values()), self._source)
+            self._waiting = False
 
     def own(self) -> dict[str, torch.Tensor]:
         """This rank's buffers as they are: inside a window they differ between ranks, and a model's checkpoint that

@@ -69,7 +69,8 @@ class Observed:
 
     demanded: parameters that receive a gradient in any case, and no others do; empty for an ordinary trace. behind:
     call sites that wait for the program's end, as an earlier trace stopped at them (later.py); could_wait: where this
-    one stopped. read_lists: lists (by id) that are appended to, and read. answered: calls with an answer so far.
+    one stopped. in_place: collectives that write their argument. inputs: leaves that are data of the call. read_lists:
+    lists (by id) that are appended to, and read. answered: calls with an answer so far.
     """
 
     demanded: tuple[torch.Tensor, ...] = ()
@@ -91,6 +92,8 @@ class Observed:
     graph: Any = None
     refusal: CaptureError | None = None
     moved: list[str] = field(default_factory=list)
+    in_place: list[str] = field(default_factory=list)
+    inputs: list[torch.Tensor] = field(default_factory=list)
     appended: list[Any] = field(default_factory=list)
     could_wait: CallSite | None = None
     answered: int = 0
@@ -121,6 +124,8 @@ class Observed:
             self.host_calls.clear()
             self.no_syncs.clear()
             self.moved.clear()
+            self.in_place.clear()
+            self.inputs.clear()
             self.appended.clear()
             self.declared.clear()
         return self

@@ -32,7 +32,8 @@ def gradient_reductions(module: GraphModule) -> list[Node]:
 
 def wait_late(module: GraphModule) -> None:
     """Moves all that depends on a reduced bucket behind what does not, and before the writes that end the program."""
-    late = downstream(u for r in gradient_reductions(module) for u in r.users)
+    reductions = [r for r in gradient_reductions(module) if not r.meta["early"]]
+    late = downstream(u for r in reductions for u in r.users)
     end = writes(module)[0]
     for node in list(module.graph.nodes):
         if node is end:

@@ -56,16 +56,16 @@ def run(
 
     without: as in `copied`. Raises `WindowError` for a step that makes no call of backward.
     """
-    setting = find_setting(step.ddp, options)
+    setting = find_setting(step, options)
     group = setting.group
     if group is not None and setting.broadcast_buffers != "never":
-        _from_rank_0(step, group)
+        _from_rank_0(setting)
     results, notes = [], []
     for args, kwargs in window[:-1]:
         results.append(_call(step, args, kwargs, note := Noted(), None))
         notes.append(note)
         if group is not None and setting.broadcast_buffers == "every":
-            _from_rank_0(step, group)
+            _from_rank_0(setting)
     args, kwargs = window[-1]
     rehearsal = copied(step.function, args, kwargs, without)
     with same_random_numbers():
@@ -77,9 +77,10 @@ def run(
     return results
 
 
-def _from_rank_0(step: Copy, group: Any) -> None:
-    for buffer in step.buffers.values():
-        dist.broadcast(buffer, dist.get_global_rank(group, 0), group=group)
+def _from_rank_0(setting: Setting) -> None:
+    assert setting.group is not None
+    for buffer in setting.shared_buffers.values():
+        dist.broadcast(buffer, dist.get_global_rank(setting.group, 0), group=setting.group)
 
 
 def _call(step: Copy, args: Any, kwargs: Any, noted: Noted, totals: list[Gradients] | None) -> Any:
@@ -164,11 +165,12 @@ def _totals(
     for number in range(int(ranks.most(max(len(note.added) for note in notes)))):
         sums: Gradients = []
         for i, (name, parameter) in enumerate(step.parameters.items()):
-            value, terms = torch.zeros_like(parameter, dtype=torch.float64), 0
+            exact = torch.complex128 if parameter.is_complex() else torch.float64
+            value, terms = torch.zeros_like(parameter, dtype=exact), 0
             for note, weight in zip(notes, weights, strict=True):
                 term = note.added[number][i] if number < len(note.added) else None
                 if term is not None and weight:
-                    value += (term.to_dense() if term.is_sparse else term).double() * weight
+                    value += (term.to_dense() if term.is_sparse else term).to(exact) * weight
                     terms += 1
             alone = by_hand or name in setting.ignored or setting.group is None
             if not alone:
@@ -208,7 +210,7 @@ class _Ranks:
         return self._differ(added) and not self._differ(note.at_step or [])
 
     def _differ(self, gradients: Gradients) -> bool:
-        size = float(sum(g.double().abs().sum() for g in gradients if g is not None))
+        size = float(sum(g.abs().double().sum() for g in gradients if g is not None))
         return self.most(size) != -self.most(-size)
 
 

@@ -98,3 +98,14 @@ class Plan:
         if source.target is LEAF_GRAD:
             return self.part_of_leaf[int(argument(source, 1))]
         return self.part_of_update[source]
+
+
+def carrier(plan: Plan, part: int) -> Bucket | None:
+    """The bucket that a part's weight travels with; None where it goes alone (or nowhere, without a group)."""
+    for bucket in plan.buckets:
+        if bucket.part == part and bucket.reduction == Reduction("sum", plan.group, "ranks"):
+            name = plan.step.leaves[bucket.leaves[0]].name
+            wire = plan.wire_dtype or plan.accumulators[name].dtype
+            if plan.group is not None and wire.itemsize >= 4:
+                return bucket
+    return None

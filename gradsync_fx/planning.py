@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,10 @@ USUAL_BYTES = {"cpu": 4 * MIB}
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a capture and the options together say about the ranks."""
+    """What a capture and the options together say about the ranks.
+
+    ignored: parameters that stay each rank's own. shared_buffers: those that rank 0's values go into elsewhere.
+    """
 
     group: ProcessGroup | None
     world: int
@@ -43,6 +46,7 @@ class Setting:
     broadcast_buffers: str
     wire_dtype: torch.dtype | None
     ignored: frozenset[str]
+    shared_buffers: dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,36 +56,71 @@ class SimulatedGroup:
     group_name: str = "simulated"
 
 
-def find_setting(
-    ddps: Sequence[DistributedDataParallel], options: Options, simulated: int | None = None
-) -> Setting:
+class Objects(Protocol):
+    """What a step touches, by the names that its user knows: of a capture, of an eager step, of copies."""
+
+    @property
+    def ddp(self) -> tuple[DistributedDataParallel, ...]: ...
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]: ...
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]: ...
+
+
+def find_setting(objects: Objects, options: Options, simulated: int | None = None) -> Setting:
     """The group: the argument's, else DDP's, else the default group if there is one, else none.
 
-    simulated: a number of ranks to plan for in their place.
+    A step with a DDP module is DDP's: what no such module holds, and what one was told to ignore, stays local, as in
+    eager PyTorch. simulated: a number of ranks to plan for in their place.
     """
-    ddp = ddps[0] if ddps else None
+    ddp = objects.ddp[0] if objects.ddp else None
     group = options.process_group
     if group is None and ddp is not None:
-        group = ddp.process_group
+        group = _group_of_all(objects.ddp)
     if group is None and in_job() is not None:
         group = dist.group.WORLD
     cap, broadcast = options.bucket_bytes, options.broadcast_buffers
     wire_dtype = options.reduce_dtype
     ignored: frozenset[str] = frozenset()
+    buffers = objects.buffers
     if ddp is not None:
         if options.bucket_cap_mb == DEFAULT_CAP_MB:
             cap = int(ddp.bucket_bytes_cap)
-        if not ddp.broadcast_buffers:
+        if not any(one.broadcast_buffers for one in objects.ddp):
             broadcast = "never"
-        ignored = frozenset(ddp.parameters_to_ignore)
+        reduced = {id(p) for one in objects.ddp for p in _not_ignored(one, "named_parameters")}
+        ignored = frozenset(n for n, p in objects.parameters.items() if id(p) not in reduced)
+        kept = [one for one in objects.ddp if one.broadcast_buffers]
+        sent = {id(b) for one in kept for b in _not_ignored(one, "named_buffers")}
+        buffers = {name: b for name, b in buffers.items() if id(b) in sent}
         wire_dtype = wire_dtype or _wire(ddp)
     if simulated is not None:
         stand_in: Any = SimulatedGroup() if simulated > 1 else None
-        return Setting(stand_in, simulated, 0, cap, broadcast, wire_dtype, ignored)
+        return Setting(stand_in, simulated, 0, cap, broadcast, wire_dtype, ignored, buffers)
     world = dist.get_world_size(group) if group is not None else 1
     rank = dist.get_rank(group) if group is not None else 0
     group = group if world > 1 else None
-    return Setting(group, world, rank, cap, broadcast, wire_dtype, ignored)
+    return Setting(group, world, rank, cap, broadcast, wire_dtype, ignored, buffers)
+
+
+def _not_ignored(ddp: DistributedDataParallel, named: str) -> Iterator[torch.Tensor]:
+    """The parameters, or buffers, that DDP was not told to ignore."""
+    for name, tensor in getattr(ddp.module, named)():
+        if name not in ddp.parameters_to_ignore:
+            yield tensor
+
+
+def _group_of_all(ddps: Sequence[DistributedDataParallel]) -> ProcessGroup:
+    groups = {id(one.process_group): one.process_group for one in ddps}
+    if len(groups) > 1:
+        raise CaptureError(
+            f"{len(ddps)} DistributedDataParallel modules",
+            seen=f"{len(groups)} process groups: "
+            + ", ".join(str(dist.get_process_group_ranks(g)) for g in groups.values()),
+            wanted="one group of ranks for the gradients of a step",
+            fix="build them with one process_group, or make a step of each",
+        )
+    return next(iter(groups.values()))
 
 
 def shared_options(setting: Setting, options: Options) -> dict[str, object]:
@@ -200,13 +239,14 @@ def find_buckets(
     for leaf in leaves:
         parameter = capture.step.leaves[leaf].parameter
         reduction = _reduction(capture, regions, setting, leaf)
-        dtype = setting.wire_dtype or accumulator_dtype(parameter, options)
-        size = parameter.numel() * dtype.itemsize
+        held = accumulator_dtype(parameter, options)
+        dtype = setting.wire_dtype or held.to_real()
+        size = parameter.numel() * dtype.itemsize * (2 if held.is_complex else 1)
         key = (
             reduction,
             parts[leaf],
             regions.stages[leaf],
-            accumulator_dtype(parameter, options),
+            held,
             parameter.device,
         )
         joined, used = open_buckets.pop(key, ([], 0))
@@ -247,10 +287,16 @@ def _reduction(capture: Capture, regions: Regions, setting: Setting, leaf: int) 
 
 
 def accumulator_dtype(parameter: torch.Tensor, options: Options) -> torch.dtype:
-    """float32 for parameters of lower precision, else the parameter's own, unless the option says otherwise."""
-    if options.accumulator_dtype is not None:
-        return options.accumulator_dtype
-    return torch.float32 if parameter.dtype.itemsize < 4 else parameter.dtype
+    """float32 for parameters of lower precision, else the parameter's own, unless the option says otherwise.
+
+    For a complex parameter the complex dtype of that precision, complex64 at least.
+    """
+    asked, own = options.accumulator_dtype, parameter.dtype
+    if own.is_complex:
+        if asked is None:
+            return own if own.itemsize > 8 else torch.complex64
+        return torch.complex128 if asked is torch.float64 else torch.complex64
+    return asked or (torch.float32 if own.itemsize < 4 else own)
 
 
 def layout_fingerprint(capture: Capture, buckets: tuple[Bucket, ...]) -> int:

@@ -1,7 +1,12 @@
-"""Whether there are other ranks, and what ranks write for all to read: that they compile, that they gave up waiting."""
+"""Whether there are other ranks, and what they write for all to read: that they compile, wait, gave up waiting.
+
+A rank writes that it waits only when it has waited for long, or fails: calls in which all goes well write nothing.
+"""
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -40,6 +45,50 @@ def compiling(rank_timeout: float | None) -> Iterator[None]:
 def someone_compiles() -> bool:
     """Whether any rank of the job is compiling now. One that was killed while it did never says that it ended."""
     return any(_read(_key(rank)) == "yes" for rank in range(dist.get_world_size()))
+
+
+# Meetings so far, by group: on all ranks of a group they are the same ones.
+_meetings: Counter[str] = Counter()
+PATIENCE = 3.0  # seconds for the others to notice, too, that something is wrong
+
+
+def next_meeting(group: str) -> None:
+    """The ranks of a group come together once more."""
+    _meetings[group] += 1
+
+
+def wait_here(group: ProcessGroup, *, behind: bool = False) -> float:
+    """This rank came to the meeting, and waits; behind: it has been there, and waits in what follows."""
+    name, rank = group.group_name, dist.get_rank(group)
+    place = _meetings[name] + behind / 2
+    with suppress(RuntimeError):
+        default_store().set(_place(name, rank), str(place))
+    return place
+
+
+def find_absent(group: ProcessGroup, *, behind: bool = False) -> list[int]:
+    """The ranks of a group that did not come to where this one waits; none where nobody can tell.
+
+    One that waits itself says so a moment after it came: the others are looked for until one is left, or for a while.
+    """
+    place, end = wait_here(group, behind=behind), time.monotonic() + PATIENCE
+    while True:
+        absent = _absent(group, place)
+        if len(absent) <= 1 or time.monotonic() >= end:
+            return absent
+        time.sleep(0.1)
+
+
+def _absent(group: ProcessGroup, place: float) -> list[int]:
+    name, world = group.group_name, dist.get_world_size(group)
+    seen = [float(_read(_place(name, rank)) or -1) for rank in range(world)]
+    if seen[dist.get_rank(group)] < 0:
+        return []  # what this rank wrote cannot be read: the store is gone
+    return [rank for rank, reached in enumerate(seen) if reached < place]
+
+
+def _place(group: str, rank: int) -> str:
+    return f"gradsync_fx/waits/{group}/{rank}"
 
 
 def give_up(group: str, where: str) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,8 +18,15 @@ from torch.distributed import ProcessGroup
 
 from gradsync_fx._torch import all_gather_single
 from gradsync_fx.errors import RanksDisagreeError
-from gradsync_fx.lost import broken, lost
-from gradsync_fx.presence import give_up, someone_compiles, who_gave_up
+from gradsync_fx.lost import broken, lost, waited
+from gradsync_fx.presence import (
+    find_absent,
+    give_up,
+    next_meeting,
+    someone_compiles,
+    wait_here,
+    who_gave_up,
+)
 
 
 ACCUMULATE, BOUNDARY, FLUSH = 0, 1, 2
@@ -32,9 +40,10 @@ class Position:
     kind: of its call. runs: whether it has data for it. k: 0 where the step decides. pending: micro-steps of the
     window, this call included. closing: the parts that the call closes, as bits. layout: of its buckets; 0 where no
     one layout holds the window's gradients, `EAGER` where the step runs eagerly. certain: whether each gradient in
-    these buckets has a term that counts. settled: whether it knows which of the buckets lie in memory that all ranks
-    reach. weights: of each part's terms on this rank; where weights are known only when a micro-step has run, without
-    this call's.
+    these buckets has a term that counts. settled: whether it knows which of the buckets lie in memory that all
+    ranks reach. collectives: a number for those of the step itself (collectives.py). bound: how many of these this
+    call runs that need its data. fed: its micro-steps with data in the open window, this call included. weights: of
+    each part's terms on this rank; where weights are known only when a micro-step has run, without this call's.
     """
 
     kind: int
@@ -47,6 +56,9 @@ class Position:
     discards: int
     certain: int
     settled: int
+    collectives: int
+    bound: int
+    fed: int
     weights: tuple[float, ...]
 
 
@@ -71,6 +83,11 @@ class Meeting:
         return any(p.runs for p in self.ranks)
 
     @property
+    def all_or_none_run(self) -> bool:
+        """Whether all ranks have data for this call, or none has: then they run the same program."""
+        return len({bool(p.runs) for p in self.ranks}) == 1
+
+    @property
     def uniform(self) -> bool:
         """Whether all ranks have the same gradients to reduce, in the same order."""
         return len({p.layout for p in self.ranks}) == 1 and self.ranks[0].layout > 0
@@ -85,6 +102,12 @@ class Meeting:
         """The parts that the calls close; all parts where every rank flushes."""
         bits = next((p.closing for p in self.ranks if p.kind != FLUSH), -1)
         return frozenset(i for i in range(len(self.ranks[0].weights)) if bits >> i & 1)
+
+    @property
+    def fed(self) -> list[int]:
+        """The ranks with data in this window; those whose data has ended only where there is no other."""
+        found = [rank for rank, p in enumerate(self.ranks) if p.fed]
+        return [rank for rank in found if self.ranks[rank].kind != FLUSH] or found
 
     @property
     def pending(self) -> int:
@@ -106,6 +129,7 @@ class Line:
         """Every rank's numbers, in rank order. float64: integers are exact up to 2**53."""
         if self.group is None:
             return [list(values)]
+        next_meeting(self.group.group_name)
         mine = torch.tensor(values, dtype=torch.float64, device=_device(self.group))
         world = dist.get_world_size(self.group)
         everyone = torch.empty(world * len(values), dtype=torch.float64, device=mine.device)
@@ -121,8 +145,9 @@ class Line:
                 self._look_round_until_it_came(work, where)
             work.wait()
         except RuntimeError as failure:
-            give_up(name, where)
-            raise lost(broken(failure), where) from failure
+            absent = self.absent()
+            give_up(name, waited(where, absent))
+            raise lost(broken(failure), where, absent) from failure
         early = who_gave_up(name) if self.timeout is not None else None
         if early is not None:
             raise lost(f"{early}, when it gave up waiting for this one", where)
@@ -133,14 +158,24 @@ class Line:
         name, limit = self.group.group_name, math.inf if self.timeout is None else self.timeout
         end = time.monotonic() + limit
         while not _came_within(work, min(1.0, limit / 10)):
+            wait_here(self.group)
             early = who_gave_up(name)
             if early is not None:
-                raise lost(f"{early}, when it gave up", where)
+                raise lost(f"{early}, when it gave up", where, self.absent())
             if someone_compiles():
                 end = time.monotonic() + limit
             elif time.monotonic() >= end:
-                give_up(name, where)
-                raise lost(f"not all came within {limit:g} s, and none was compiling", where)
+                absent = self.absent()
+                give_up(name, waited(where, absent))
+                late = f"not there within {limit:g} s, and no rank was compiling"
+                raise lost(late, where, absent)
+
+    def absent(self, *, behind: bool = False) -> list[int]:
+        """The ranks that this one waits for in vain, as far as ranks wrote down where they are.
+
+        behind: not in a meeting, but in what follows one.
+        """
+        return [] if self.group is None else find_absent(self.group, behind=behind)
 
     def texts(self, mine: str) -> list[str]:
         """Every rank's text, in rank order."""
@@ -157,14 +192,12 @@ class Line:
         return sorted(found - {""})
 
     def meet(self, mine: Position) -> Meeting:
-        """Every rank's position. Raises `RanksDisagreeError`, on every rank, when windows differ."""
+        """Every rank's position."""
         fixed = [mine.kind, mine.runs, mine.k, mine.pending, mine.closing, mine.optimizer_step]
-        numbers = [*fixed, mine.layout, mine.discards, mine.certain, mine.settled, *mine.weights]
+        asked = [mine.layout, mine.discards, mine.certain, mine.settled]
+        numbers = [*fixed, *asked, mine.collectives, mine.bound, mine.fed, *mine.weights]
         rows = self.gather(numbers, where=self.place(mine.pending, mine.k, mine.optimizer_step))
-        everyone = [_position(row) for row in rows]
-        if self.group is not None:
-            _check(everyone)
-        return Meeting(everyone)
+        return Meeting([_position(row) for row in rows])
 
     def place(self, pending: int, k: int, optimizer_step: int) -> str:
         """Where this rank stands, for people."""
@@ -173,14 +206,15 @@ class Line:
 
 
 def _position(row: list[float]) -> Position:
-    numbers, weights = map(int, row[:10]), tuple(row[10:])
-    kind, runs, k, pending, closing, update, layout, discards, certain, settled = numbers
-    return Position(
-        kind, runs, k, pending, closing, update, layout, discards, certain, settled, weights
-    )
+    *names, weights = (field.name for field in fields(Position))
+    held: dict[str, Any] = dict(zip(names, map(int, row), strict=False))
+    held[weights] = tuple(row[len(names) :])
+    return Position(**held)
 
 
-def _check(everyone: list[Position]) -> None:
+def check_same_window(meeting: Meeting) -> None:
+    """Raises `RanksDisagreeError`, on every rank, when windows differ."""
+    everyone = meeting.ranks
     calls = [p for p in everyone if p.kind != FLUSH]
     counted = [p for p in calls if p.k]
     if len({p.k for p in calls}) > 1 or len({p.pending for p in counted}) > 1:
@@ -251,9 +285,9 @@ def _came_within(work: dist.Work, seconds: float) -> bool:
     return True
 
 
-def broadcast(group: ProcessGroup, tensors: list[torch.Tensor]) -> None:
-    """Rank 0's values everywhere (rank 0 of the group); tensors of one dtype and device travel as one."""
-    source = dist.get_global_rank(group, 0)
+def broadcast(group: ProcessGroup, tensors: list[torch.Tensor], rank: int = 0) -> None:
+    """One rank's values everywhere (its rank in the group); tensors of one dtype and device travel as one."""
+    source = dist.get_global_rank(group, rank)
     alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
         alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)

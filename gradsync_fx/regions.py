@@ -14,12 +14,16 @@ stages            how many updates or reduced gradients of the same call a leaf'
                   late_outputs are of data and of updated parameters: a loss after the update
 host              values that the host's own calls want (a scheduler's metric), which wait like outputs: boundary_host
 sources           what a write or an output of the boundary depends on first: gradients and updates
+collectives       those that reduce no gradient, each with the sources that it waits for: they are effects, which every
+                  rank has, whoever uses their results. Those that wait, and read no data of the micro-step, stand in
+                  the tail, too (tail_collectives)
 
 Nothing here reads a node's name or metadata; those serve messages only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +63,8 @@ class Regions:
     boundary_host: dict[int, frozenset[Node]]
     hand: dict[int, HandSync]
     hand_flat: frozenset[int]
+    collectives: dict[Node, frozenset[Node]]
+    tail_collectives: frozenset[Node]
 
     @property
     def leaves(self) -> tuple[int, ...]:
@@ -72,7 +78,8 @@ def find_regions(step: Step) -> Regions:
     order = {node: i for i, node in enumerate(graph.nodes)}
     effects = writes(step.module)
     results = output_values(step.module)
-    needed = upstream([*effects, *(n for n in results if isinstance(n, Node))])
+    remaining = _no_gradient_reductions(step, effects)
+    needed = upstream([*effects, *(n for n in results if isinstance(n, Node)), *remaining])
 
     markers = [n for n in graph.find_nodes(op="call_function", target=ops.LEAF_GRAD) if n in needed]
     partial = frozenset(m for m in markers if _feeds_only_next_marker(m, needed))
@@ -119,6 +126,7 @@ def find_regions(step: Step) -> Regions:
         u: frozenset[Node]().union(*(nearest.of(g) for g in argument(u, 3))) for u in updates
     }
     hand, hand_flat = _hand_written(gradients)
+    collectives = {c: nearest.of(c) if waits(c) else frozenset[Node]() for c in remaining}
     return Regions(
         gradients=gradients,
         partial=partial,
@@ -140,7 +148,46 @@ def find_regions(step: Step) -> Regions:
         boundary_host={i: nearest.of(n) for i, n in sorted(host.items())},
         hand=hand,
         hand_flat=hand_flat,
+        collectives=collectives,
+        tail_collectives=frozenset(
+            c
+            for c, waited in collectives.items()
+            if waited and not _data_read([c], frozenset(cuts), kinds)
+        ),
     )
+
+
+def _no_gradient_reductions(step: Step, effects: list[Node]) -> list[Node]:
+    """The step's own collectives in their order, without those that hand reduced gradients to an update."""
+    graph = step.module.graph
+    markers = graph.find_nodes(op="call_function", target=ops.LEAF_GRAD)
+    images = _linear_images(markers)
+    kinds = dict(zip(graph.find_nodes(op="placeholder"), step.slots, strict=True))
+    to_updates = upstream(
+        [
+            *graph.find_nodes(op="call_function", target=ops.UPDATE),
+            *(w for w in effects if kinds[argument(w, 0)].kind is Kind.PARAMETER),
+        ]
+    )
+
+    def reduces_gradients(node: Node) -> bool:
+        if not ops.is_reduction(node) or images.isdisjoint(node.all_input_nodes):
+            return False
+        alone = any(n.target is ops.LEAF_GRAD and len(n.users) == 1 for n in node.all_input_nodes)
+        return alone or node in to_updates
+
+    return [n for n in graph.nodes if ops.is_collective(n) and not reduces_gradients(n)]
+
+
+def _linear_images(markers: Collection[Node]) -> set[Node]:
+    """Gradients, and what is linear in them."""
+    reached, stack = set(markers), list(markers)
+    while stack:
+        for user in stack.pop().users:
+            if user not in reached and ops.is_linear(user):
+                reached.add(user)
+                stack.append(user)
+    return reached
 
 
 def _stages(

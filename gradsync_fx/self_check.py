@@ -144,7 +144,7 @@ def check(
             finally:
                 step.discard()  # after an error: nobody is to hear of the window of a copy
     values = tuple(_compared(ours, plain, rounded, _precision(options), rtol))
-    setting = find_setting(plain.copy.ddp, options)
+    setting = find_setting(plain.copy, options)
     apart = torch.zeros(setting.world)
     apart[setting.rank] = not all(value.equal for value in values)
     if setting.group is not None:
@@ -186,18 +186,18 @@ class _Window:
         source = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for p in self.copy.parameters.values():
-                if p.is_floating_point():
+                if _is_inexact(p):
                     sign = torch.randint(0, 2, p.shape, generator=source).to(p) * 2 - 1
                     p.addcmul_(p, sign, value=torch.finfo(p.dtype).eps)
         self.before = self._tensors()
 
     def values(self) -> dict[tuple[str, str], torch.Tensor]:
-        """All that a window leaves, in float64."""
+        """All that a window leaves, in float64 or complex128."""
         found = dict(self._tensors())
         for i, result in enumerate(self.results):
             for j, leaf in enumerate(tree_leaves(result)):
                 if isinstance(leaf, float) or (
-                    isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+                    isinstance(leaf, torch.Tensor) and _is_inexact(leaf)
                 ):
                     place = f"{j} of micro-step {i + 1}"
                     found["output", place] = torch.as_tensor(leaf).detach()
@@ -214,11 +214,11 @@ class _Window:
                 for key, value in group.items():
                     if key != "params":
                         _note(found, f"{label} group {number} {key}", value)
-        return {key: value.double() for key, value in found.items()}
+        return {key: _exact(value) for key, value in found.items()}
 
     def moved(self, key: tuple[str, str], value: torch.Tensor) -> torch.Tensor:
         """How far it went; a value that the window made went from 0."""
-        return value - self.before[key].double() if key in self.before else value
+        return value - _exact(self.before[key]) if key in self.before else value
 
 
 def _note(found: dict[tuple[str, str], torch.Tensor], name: str, value: Any) -> None:
@@ -274,7 +274,15 @@ def _eps(window: _Window, key: tuple[str, str]) -> float:
     """Of the value's own dtype; of the coarsest parameter's for what is computed from parameters."""
     tensor = window.before.get(key)
     dtypes = [tensor] if tensor is not None else list(window.copy.parameters.values())
-    return max((torch.finfo(t.dtype).eps for t in dtypes if t.is_floating_point()), default=0.0)
+    return max((torch.finfo(t.dtype).eps for t in dtypes if _is_inexact(t)), default=0.0)
+
+
+def _is_inexact(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _exact(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def _difference(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -195,9 +195,11 @@ class _Cutter:
         return self._input(part, position, holder, self._holders[holder])
 
     def _carried(self, part: _Part, source: _Part, node: Node) -> Node:
-        return self._input(
+        made = self._input(
             part, self._give(source, node), node, Slot(Kind.CARRIED, node.name, node.name)
         )
+        made.meta["val"] = _form(node.meta["val"])
+        return made
 
     def _input(self, part: _Part, key: int | str, like: Node, slot: Slot) -> Node:
         if key in part.inputs:
@@ -216,7 +218,7 @@ class _Cutter:
             made = self._value(part, node)
             if _root(made).op == "placeholder":
                 kept = part.graph.call_function(_aten.clone.default, (made,))
-                kept.meta["val"] = made.meta["val"]
+                kept.meta["val"] = _form(made.meta["val"])
                 made = kept
             part.gives[node.name] = made
         return node.name
@@ -250,6 +252,11 @@ class _Cutter:
             part.graph.lint()
             program = Program(f"{self._program.name} {part.number + 1}", module, tuple(part.slots))
         return Stage(program, part.inputs, list(part.gives), update, gradients)
+
+
+def _form(value: Any) -> Any:
+    """A fake value of the same form, with a storage of its own."""
+    return value.new_empty_strided(value.shape, value.stride())
 
 
 def _draws(node: Node) -> bool:

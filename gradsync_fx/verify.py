@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import torch
 from torch.fx import Node
 
 from gradsync_fx import ops
 from gradsync_fx.errors import VerificationError
 from gradsync_fx.ops import argument
-from gradsync_fx.plan import Plan
+from gradsync_fx.plan import Bucket, Plan, carrier
 from gradsync_fx.program import Kind, Program, Slot, writes
+from gradsync_fx.symbolic import Machine, Terms
 
 
-def verify(program: Program, plan: Plan) -> None:
-    """Raises `VerificationError` naming the node that breaks the program's specification.
+def verify(program: Program, plan: Plan, *, tail: bool) -> None:
+    """Raises `VerificationError` naming the node or input that breaks the program's specification.
 
     all          no marker left, but those of opaque updates; every collective has its wait, its one reader
     accumulate   no gradient collective (unless sync_each_batch), no write to a parameter or to optimizer state
-    boundary,    one all-reduce for each bucket with a group; every accumulator is written
+    boundary,    one all-reduce for each bucket with a group, no more and no fewer
     tail
+    held sums    of a part that closes: zero at the end; of one that stays open: what it was and this call's term, once
+    and weights  (in a tail: what it was)
+
+    So over the programs of a window each sum is 0 + t1 + ... + tk when its part closes, whichever programs ran, and a
+    call that closes only some parts leaves none half written.
     """
-    nodes = list(program.module.graph.nodes)
-    slot_of = dict(
-        zip(program.module.graph.find_nodes(op="placeholder"), program.slots, strict=True)
-    )
-    for node in nodes:
+    for node in program.module.graph.nodes:
         opaque = plan.closing and "opaque" in node.meta
         if node.target in (ops.LEAF_GRAD, ops.UPDATE, ops.NOTE) and not opaque:
             raise _broken(program, node, "a marker is left over")
@@ -31,41 +34,81 @@ def verify(program: Program, plan: Plan) -> None:
             u.target is not ops.WAIT and not _unpacks(u) for u in node.users
         ):
             raise _broken(program, node, "its result is read without a wait")
-    written = [slot_of[argument(w, 0)] for w in writes(program.module)]
-    inserted = sum(
-        1
-        for b in plan.buckets
-        if b.reduction.group is not None and (b.part in plan.closing or plan.sync_each_batch)
-    )
-    stays = sum(
-        1
-        for n in plan.step.module.graph.nodes
-        if ops.is_collective(n) and n not in plan.regions.beyond
-    )
-    found = sum(1 for n in nodes if ops.is_collective(n))
-    if not plan.closing:
-        # A weight that finds no bucket to travel with goes alone.
-        weights = len(plan.parts) if plan.weighing and plan.sync_each_batch and plan.group else 0
-        _check_accumulate(program, written, found, stays + inserted + weights)
-    wanted = {plan.step.leaves[leaf].name for b in plan.closing_buckets() for leaf in b.leaves}
-    missing = wanted - {s.key for s in written if s.kind is Kind.ACCUMULATOR}
-    if missing:
-        raise VerificationError(
-            f"{program.name} program", seen=f"accumulators not reset: {sorted(missing)}"
-        )
-
-
-def _check_accumulate(program: Program, written: list[Slot], found: int, allowed: int) -> None:
-    for slot in written:
-        if slot.kind in (Kind.PARAMETER, Kind.STATE):
+    holders = program.module.graph.find_nodes(op="placeholder")
+    held = dict(zip(program.slots, holders, strict=True))
+    written = {argument(w, 0) for w in writes(program.module)}
+    for slot, holder in held.items():
+        if not plan.closing and slot.kind in (Kind.PARAMETER, Kind.STATE) and holder in written:
             raise VerificationError(
                 "accumulate program",
                 seen=f"it writes the {slot.kind.value} {slot.name!r}",
                 wanted="writes to accumulators, buffers and the user's own tensors only",
             )
-    if found > allowed:
+    _check_reductions(program, plan, tail=tail)
+    _check_sums(program, plan, held, tail=tail)
+
+
+def _check_reductions(program: Program, plan: Plan, *, tail: bool) -> None:
+    found = sum(1 for n in program.module.graph.nodes if n.meta.get("bucket"))
+    reducing = tuple(plan.closing_buckets())
+    if plan.sync_each_batch:  # a tail finds sums that were reduced call by call
+        reducing = () if tail else plan.buckets
+    wanted = sum(_reductions_of(plan, bucket, tail=tail) for bucket in reducing)
+    weighed = {b.part for b in reducing} if plan.weighing and plan.group else set()
+    wanted += sum(1 for part in weighed if carrier(plan, part) is None and _is_read(plan, part))
+    if found != wanted:
         raise VerificationError(
-            "accumulate program", seen=f"{found} collectives", wanted=f"at most {allowed}"
+            f"{program.name} program",
+            seen=f"{found} reductions of gradients",
+            wanted=f"{wanted}: one for each bucket that closes",
+        )
+
+
+def _is_read(plan: Plan, part: int) -> bool:
+    """Whether the weight of a part, summed over the ranks, is read: divided by, held, or scaled by."""
+    assert plan.weighing is not None
+    held = part not in plan.closing or plan.wire_dtype is torch.float16
+    return plan.weighing.divides or (plan.sync_each_batch and held)
+
+
+def _reductions_of(plan: Plan, bucket: Bucket, *, tail: bool) -> int:
+    """One, and one more for each time that its gradients are zeroed and computed again in the step."""
+    if bucket.reduction.group is None:
+        return 0
+    markers = plan.regions.gradients
+    return 1 if tail else max(len(markers[leaf]) for leaf in bucket.leaves)
+
+
+def _check_sums(program: Program, plan: Plan, held: dict[Slot, Node], *, tail: bool) -> None:
+    terms = Terms()
+    machine = Machine(terms)
+    inputs = [machine.bind(terms.make("input", i)) for i in range(len(held))]
+    machine.run(program.module, inputs)
+    part_of = {plan.step.leaves[i].name: part for i, part in plan.part_of_leaf.items()}
+    found = set()
+    for i, (slot, holder) in enumerate(held.items()):
+        if slot.kind not in (Kind.ACCUMULATOR, Kind.WEIGHT):
+            continue
+        found.add(slot.key)
+        before, after = terms.make("input", i), machine.memory[inputs[i].root]
+        if (part_of[slot.key] if slot.kind is Kind.ACCUMULATOR else slot.key) in plan.closing:
+            right, wanted = after is terms.make("filled", (float, 0.0)), "zero"
+        elif tail:
+            right, wanted = after is before, "what it was"
+        else:
+            once = len(holder.users) == 2  # the add, and the write of it
+            right = once and after.op is torch.ops.aten.add.Tensor and after.args[0] is before
+            wanted = "what it was and this call's term, once"
+        if not right:
+            raise VerificationError(
+                f"{program.name} program, {slot.kind.value} {slot.name!r}",
+                seen=f"at the end it is {after}",
+                wanted=wanted,
+            )
+    closing = {plan.step.leaves[leaf].name for b in plan.closing_buckets() for leaf in b.leaves}
+    if not closing <= found:
+        raise VerificationError(
+            f"{program.name} program", seen=f"accumulators not reset: {sorted(closing - found)}"
         )
 
 

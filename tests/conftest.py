@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -55,3 +56,11 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     pair = Ranks(tmp_path_factory.mktemp("ranks"))
     yield pair
     pair.stop()
+
+
+@pytest.fixture
+def three_ranks(tmp_path: Path) -> Iterator[Ranks]:
+    """Three processes, for one test: two cores are few for them."""
+    three = Ranks(tmp_path, world=3)
+    yield three
+    three.stop()

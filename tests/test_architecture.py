@@ -11,7 +11,7 @@ import gradsync_fx
 
 ROOT = Path(gradsync_fx.__file__).parent
 LAYERS = [
-    ["errors", "shared_memory", "version"],
+    ["errors", "gc_off", "shared_memory", "version"],
     [
         "integrity",
         "lost",
@@ -56,6 +56,8 @@ LAYERS = [
     ],
     [
         "later",
+        "drift",
+        "in_place",
         "opaque",
         "replicas",
         "side_by_side",
@@ -64,17 +66,19 @@ LAYERS = [
         "diagnosis.windows",
         "diagnosis.watch",
     ],
+    ["step_arguments"],
     [
         "answers",
         "stages",
         "regions",
+        "parallelism",
         "bodies",
         "state",
         "wire",
         "inspection.costs",
         "diagnosis.rules_of_gradients",
     ],
-    ["integrations.accelerate"],
+    ["collectives", "integrations.accelerate"],
     ["alike", "host_split", "as_compiled"],
     ["optimizer_trace"],
     ["rehearsal"],
@@ -92,13 +96,14 @@ LAYERS = [
     [
         "passes.sums",
         "passes.base",
-        "verify",
+        "passes.remain",
         "planning",
         "inlining",
         "fusible",
         "inspection.report",
     ],
-    ["kernels", "overlap", "shareable"],
+    ["kernels", "overlap", "participate", "shareable", "symbolic"],
+    ["verify", "check_lowered"],
     ["lowering"],
     ["passes.bucket", "passes.update"],
     ["passes.weigh"],

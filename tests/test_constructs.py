@@ -119,6 +119,35 @@ def test_the_page_is_made_from_the_rows() -> None:
     assert PAGE.read_text() == page(), "run: python tests/test_constructs.py"
 
 
+# Tried in test_ranks_remaining.py.
+SEVERAL_RANKS = [
+    "## On several ranks",
+    "",
+    "A collective that reduces no gradient is an effect: every rank runs it, in the order of the step, whether it",
+    "uses the result or not.",
+    "",
+    "| collective of the step | accumulate call | boundary | tail |",
+    "|---|---|---|---|",
+    "| of data and parameters: an averaged metric, gathered features | runs | runs | no |",
+    "| of gradients: an averaged norm | no | runs | runs |",
+    "| of gradients and data together | no | runs | no |",
+    "| a hand-written reduction of gradients | no | runs, on the window's sum | runs |",
+    "",
+    "- The tail (`flush`, and `skip` in a last slot) is an update without a micro-step: no forward is there to",
+    "  run, and so none of its collectives.",
+    "- Where a step holds one of the first row, its calls tell the other ranks of themselves, by one small all-gather",
+    "  in each. A rank that has no data for a call in which others run such a collective (or one of the third row)",
+    "  could only hang them: all ranks raise `RanksDisagreeError`, with the collective's line, before anything runs.",
+    "- Ranks whose collectives differ, in kind, order, group, dtype or (where it is fixed) size, raise the same error",
+    "  on all ranks when such calls first meet, with all lines. A branch on the rank around a collective is such a",
+    "  case; a branch around the use of its result (`if rank == 0: print(total)`) is none.",
+    "- `dist.all_reduce(x)` in forward writes x and has no gradient of its own, as in eager PyTorch. Where the",
+    "  backward needs the value that was overwritten, the step is refused: reduce a clone.",
+    "- `dist.broadcast`, `dist.reduce` and collectives of objects cannot be traced: the step is refused with the line,",
+    '  and runs with `on_unsupported="eager"`.',
+]
+
+
 def page() -> str:
     """docs/constructs.md."""
     lines = [
@@ -132,6 +161,8 @@ def page() -> str:
         "In an eager run, gradients that the step reads by its own code are this micro-step's on calls that close no",
         "window. Code of the step behind `optimizer.step()` (an average of the weights, say) runs at every call: put",
         "it behind the call, under `if step.sync_gradients:`.",
+        "",
+        *SEVERAL_RANKS,
         "",
     ]
     return "\n".join(lines)

@@ -102,6 +102,9 @@ def test_a_rank_is_killed(
         assert place in survivor["text"]
         assert f"rank {rank} " in survivor["text"] or place.startswith("at")
         assert survivor["seconds"] < TIMEOUT + 8
+        # What ranks write down is read by the others, unless it went with the one that kept it.
+        culprit = f"rank {fault.rank}: " if store == "file" else "the other ranks: "
+        assert survivor["text"].startswith(culprit), survivor
         # Nobody was reached in the middle of a program, or some were.
         in_program = fault.where in ("reduction", "compiling")
         assert survivor["save"].startswith("WindowError") is in_program, survivor["save"]
@@ -114,6 +117,23 @@ def test_a_rank_is_killed(
     for one in mortals(world, faults.train, *arguments, None, {}, folder=tmp_path):
         assert one["type"] == "", one
         equal(one["parameters"], undisturbed(world))
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("absent", "timeout", "how"),
+    [(2, 3.0, "hangs"), (0, 3.0, "hangs"), (1, None, "hangs"), (1, 2.0, "late")],
+)
+def test_a_rank_that_does_not_come_is_named(
+    tmp_path: Path, absent: int, timeout: float | None, how: str
+) -> None:
+    found = mortals(3, faults.hangs, absent, timeout, how, folder=tmp_path)
+    for rank, one in enumerate(found):
+        if rank != absent:
+            assert one["type"] == "RankLostError"
+            assert one["text"].startswith(f"rank {absent}: "), one["text"]
+    if how == "late":
+        assert f"waited for rank {absent}" in found[absent]["text"]
 
 
 # A rank that raises, or is interrupted

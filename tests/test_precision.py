@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -124,3 +125,72 @@ def test_float64_stays_float64_under_inductor(name: str) -> None:
         made.append([p.detach() for p in model.parameters()])
     for ours, eager in zip(*made, strict=True):
         torch.testing.assert_close(ours, eager, atol=1e-14, rtol=1e-13)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)]
+)
+@pytest.mark.parametrize("sync_each_batch", [False, True])
+@pytest.mark.parametrize(
+    ("gradients", "weight", "options"),
+    [
+        ((2.0, 3.0), 4096.0, {"reduction": "weighted"}),
+        ((2.0, 3.0), 100_000.0, {"reduction": "weighted"}),
+        ((2.0, 3.0), 1e-6, {"reduction": "weighted"}),
+        ((20000.0, 24000.0), 1.0, {"skip_nonfinite": True}),
+        ((40000.0, 60000.0), 1.0, {}),
+    ],
+)
+def test_a_float16_wire_takes_what_their_mean_fits_into(
+    gradients: tuple[float, float],
+    weight: float,
+    options: dict[str, Any],
+    sync_each_batch: bool,
+    backend: str,
+    ranks: Ranks,
+) -> None:
+    given = {**options, "sync_each_batch": sync_each_batch, "backend": backend}
+    mean = sum(gradients) / 2
+    for found in ranks(precision.float16_wire, gradients, weight, given):
+        assert found == pytest.approx(mean, rel=2e-3)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("sync_each_batch", [False, True])
+def test_an_infinite_gradient_on_one_rank_shows_on_both(
+    sync_each_batch: bool, ranks: Ranks
+) -> None:
+    options = {"reduction": "weighted", "backend": "aot_eager", "sync_each_batch": sync_each_batch}
+    for found in ranks(precision.float16_wire, (1.0, float("inf")), 4096.0, options):
+        assert not math.isfinite(found)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("wrap", ["plain", "ddp"])
+@pytest.mark.parametrize(
+    ("options", "sums", "atol"),
+    [
+        ({}, torch.complex64, 1e-6),
+        ({"accumulator_dtype": torch.float64}, torch.complex128, 1e-6),
+        ({"accumulator_dtype": torch.bfloat16}, torch.complex64, 1e-2),
+        ({"reduce_dtype": torch.bfloat16}, torch.complex64, 1e-2),
+        ({"skip_nonfinite": True, "sync_each_batch": True}, torch.complex64, 1e-6),
+    ],
+)
+def test_complex_gradients_keep_their_imaginary_half(
+    options: dict[str, Any],
+    sums: torch.dtype,
+    atol: float,
+    wrap: str,
+    backend: str,
+    ranks: Ranks,
+) -> None:
+    one, two = ranks(precision.complex_numbers, wrap, {**options, "backend": backend})
+    for ours, others, theirs in zip(one["ours"], two["ours"], one["whole"], strict=True):
+        assert torch.equal(ours, others)
+        torch.testing.assert_close(ours, theirs, atol=atol, rtol=0)
+    assert one["equal"]
+    if "w" in one["sums"]:
+        assert one["sums"]["w"] is sums

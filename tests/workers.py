@@ -1,4 +1,4 @@
-"""Two processes that talk over gloo, started once and kept: importing torch for each test would take too long."""
+"""Processes that talk over gloo, started once and kept: importing torch for each test would take too long."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RanksFailed(AssertionError):
     """A scenario raised, or did not end in time. The text has every rank's traceback."""
 
 
-def serve(rank: int, store: str, pipe: Connection) -> None:
+def serve(rank: int, world: int, store: str, pipe: Connection) -> None:
     """The body of a rank: runs what it is told by name until the pipe closes."""
     # The ranks find each other on the loopback, whatever the machine's name resolves to.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -35,21 +35,22 @@ def serve(rank: int, store: str, pipe: Connection) -> None:
 
     torch.set_num_threads(1)
     warnings.simplefilter("error", UserWarning)
+    warnings.filterwarnings("ignore", "the step runs eagerly")
     # Scenarios leave windows open.
     warnings.filterwarnings("ignore", ".* ended with .* pending micro-steps")
     with ExitStack() as stack:
         if asked():
             stack.enter_context(eagerly())
             warnings.filterwarnings("ignore", "the step runs eagerly")
-        _serve(rank, store, pipe)
+        _serve(rank, world, store, pipe)
 
 
-def _serve(rank: int, store: str, pipe: Connection) -> None:
+def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD,
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world,
         timeout=timedelta(seconds=PATIENCE / 2),
     )  # fmt: skip
     while True:
@@ -67,10 +68,10 @@ def _serve(rank: int, store: str, pipe: Connection) -> None:
 
 
 class Ranks:
-    """The two processes: started when they are first needed, and anew after a failure."""
+    """The processes, two by default: started when they are first needed, and anew after a failure."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._started = folder, 0
+    def __init__(self, folder: Path, world: int = WORLD) -> None:
+        self._folder, self._world, self._started = folder, world, 0
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
@@ -79,7 +80,7 @@ class Ranks:
     ) -> list[Any]:
         """What `scenario(rank, *args)`, a top-level function, returns on each rank.
 
-        A scenario that fails on any rank fails here, and costs the pair: its ranks may stand at different places.
+        A scenario that fails on any rank fails here, and costs all of them: they may stand at different places.
         """
         if not self._processes:
             self._start()
@@ -105,10 +106,12 @@ class Ranks:
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._started += 1
-        for rank in range(WORLD):
+        for rank in range(self._world):
             mine, theirs = context.Pipe()
             store = str(self._folder / f"store{self._started}")
-            process = context.Process(target=serve, args=(rank, store, theirs), daemon=True)
+            process = context.Process(
+                target=serve, args=(rank, self._world, store, theirs), daemon=True
+            )
             process.start()
             theirs.close()
             self._processes.append(process)

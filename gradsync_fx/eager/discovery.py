@@ -11,6 +11,7 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -23,16 +24,18 @@ from gradsync_fx.observed import Observed
 from gradsync_fx.optimizer_state import parameters_of
 
 
+MANY = 4096  # items of a list: beyond them, it is data
 DEPTH = 6  # links from an argument to an object: trainer.state.model.optimizers["a"] has 4
 
 
 @dataclass(slots=True)
 class Found:
-    """Objects in the order of their discovery; modules and tensors with the path that leads to them."""
+    """Objects in the order of their discovery; all but optimizers with the path that leads to them."""
 
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
     optimizers: list[Optimizer] = field(default_factory=list)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    pipelines: list[tuple[str, object]] = field(default_factory=list)
 
     def observed(self) -> Observed:
         """As a trace would have noted it."""
@@ -52,6 +55,8 @@ def discover(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
             found.modules.append((path, value))
         elif isinstance(value, Optimizer):
             found.optimizers.append(value)
+        elif type(value).__module__.startswith("torch.distributed.pipelining"):
+            found.pipelines.append((path, value))
         elif isinstance(value, torch.Tensor):
             if value.requires_grad and value.is_leaf:
                 found.tensors[path] = value
@@ -75,9 +80,9 @@ def _arguments(
 def _links(value: Any) -> Iterator[tuple[str, Any]]:
     """What an object holds, as far as a step may reach it."""
     if isinstance(value, Mapping):
-        yield from ((str(key), inner) for key, inner in value.items())
+        yield from ((str(key), inner) for key, inner in islice(value.items(), MANY))
     elif isinstance(value, list | tuple | set | frozenset):
-        yield from ((str(i), inner) for i, inner in enumerate(value))
+        yield from ((str(i), inner) for i, inner in enumerate(islice(value, MANY)))
     elif isinstance(value, functools.partial):
         yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
     elif isinstance(value, MethodType):

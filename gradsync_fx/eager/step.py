@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradsync_fx.capture import batch_norms, named_tensors
+from gradsync_fx.capture import batch_norms, ddp_modules, named_tensors
+from gradsync_fx.collectives import OwnCollectives
 from gradsync_fx.eager.deeds import Deed, Schedule, Update
 from gradsync_fx.eager.discovery import Found
 from gradsync_fx.errors import CaptureError, OptionError
@@ -50,7 +51,7 @@ class EagerStep:
 
     why: the error that kept it from being captured. deeds: what the latest call did with its gradients. weighs: as in
     `CapturedStep`. sums: the window's, by parameter name. trained: parameters that ever received a gradient. settled:
-    it has nothing to share in memory.
+    it has nothing to share in memory. collectives: its own, once a call has shown whether it has any.
     """
 
     settled = True
@@ -66,10 +67,14 @@ class EagerStep:
         seen = found.observed()
         parameters, buffers = named_tensors(seen)
         known = {id(p) for p in parameters.values()}
-        parameters.update({n: t for n, t in found.tensors.items() if id(t) not in known})
-        ddp = tuple(m for _, m in seen.modules if isinstance(m, DistributedDataParallel))
-        self.capture = Objects(parameters, buffers, ddp, tuple(found.optimizers), batch_norms(seen))
-        self.setting: Setting = find_setting(ddp, options)
+        owned = {id(p) for o in found.optimizers for p in parameters_of(o)}
+        # A tensor that no optimizer holds is an input: its gradient is its own.
+        mine = {n: t for n, t in found.tensors.items() if id(t) in owned - known}
+        optimizers = tuple(found.optimizers)
+        self.capture = Objects(
+            parameters | mine, buffers, ddp_modules(seen), optimizers, batch_norms(seen)
+        )
+        self.setting: Setting = find_setting(self.capture, options)
         if options.sync_each_batch:
             raise OptionError(
                 "argument 'sync_each_batch'",
@@ -85,9 +90,10 @@ class EagerStep:
                 fix="leave it out, or mend the step so that it can be captured",
             )
         self.weighs = options.reduction == "weighted" or options.skip_nonfinite
-        self.name_of = {id(p): n for n, p in parameters.items()}
+        self.name_of = {id(p): n for n, p in self.capture.parameters.items()}
         self.trained: set[str] = set()
         self.deeds: list[Deed] = []
+        self.collectives = OwnCollectives()
 
     # What the runtime asks of a captured step, too.
 
@@ -103,8 +109,11 @@ class EagerStep:
 
     @property
     def speaks_in_every_call(self) -> bool:
-        return self.setting.group is not None and (
-            self.setting.broadcast_buffers == "every" and bool(self.capture.buffers)
+        if self.setting.group is None:
+            return False
+        own = self.collectives.each_call > 0 and not self.options.manual
+        return own or (
+            self.setting.broadcast_buffers == "every" and bool(self.setting.shared_buffers)
         )
 
     def layout_for(self, in_window: Collection[str]) -> int:
@@ -152,6 +161,11 @@ class EagerStep:
             fix="pass the optimizer to the step as an argument",
         )
 
+    @property
+    def reduced(self) -> frozenset[str]:
+        """Parameters whose gradients are reduced over the ranks of the window, and so stay the same on all of them."""
+        return frozenset(self.sums).difference(self.setting.ignored)
+
     # The end of a window.
 
     def reduce(self, names: Collection[str], divisor: float, local: float) -> None:
@@ -161,6 +175,9 @@ class EagerStep:
         """
         for group, bucket in self.buckets(sorted(names)):
             flat = torch.cat([self.sums[name].view(-1) for name in bucket])
+            held = flat.dtype
+            if held.is_complex:
+                flat = torch.view_as_real(flat)
             wire = self.setting.wire_dtype or flat.dtype
             if group is not None:
                 # float16 ends at 65504: divided ahead of the wire, then.
@@ -170,6 +187,8 @@ class EagerStep:
                 flat = sent.to(flat.dtype) if ahead else sent.to(flat.dtype) / divisor
             else:
                 flat = flat / local
+            if held.is_complex:
+                flat = torch.view_as_complex(flat)
             sizes = [self.sums[name].numel() for name in bucket]
             for name, piece in zip(bucket, flat.split(sizes), strict=True):
                 self._install(self.capture.parameters[name], piece)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from gradsync_fx._torch import tree_leaves, tree_map_only
+from gradsync_fx._torch import started_collectives, tree_leaves, tree_map_only
 from gradsync_fx.captured import NONE
+from gradsync_fx.collectives import OwnCollectives
 from gradsync_fx.eager.call import EagerCall
 from gradsync_fx.eager.discovery import discover
 from gradsync_fx.eager.step import EagerStep
@@ -106,7 +108,7 @@ class _MicroStep:
         self._executor, self._step, self._after = executor, step, after
         self._closing, self._meeting = closing, meeting
         self._added: set[str] = set()
-        self._weighed = False
+        self._weighed, self._ours = False, 0
         options = executor.options
         alone = not options.accumulates and step.setting.group is None
         self._call = EagerCall(step, self._closes, self._settle, alone=alone)
@@ -122,7 +124,7 @@ class _MicroStep:
     def run(self, function: Any, args: Any, kwargs: Any, names: dict[str, Any]) -> Any:
         """The user's function, and then what belongs behind it."""
         executor, step, call = self._executor, self._step, self._call
-        with watching(call, list(step.capture.optimizers), names):
+        with watching(call, list(step.capture.optimizers), names), self._own_collectives(function):
             result = function(*args, **kwargs)
         call.end(manual=executor.options.manual)
         self._add([n for n in call.terms if n not in self._added])
@@ -168,9 +170,27 @@ class _MicroStep:
             )
 
     def _settle(self, number: int, held: frozenset[str]) -> bool:
+        before = self._started()
         self._meet()
         self._add([n for n in self._call.terms if n in held and n not in self._added])
-        return self._executor.settle(self._step, number, self._after)
+        made = self._executor.settle(self._step, number, self._after)
+        self._ours += self._started() - before
+        return made
+
+    @contextmanager
+    def _own_collectives(self, function: Callable[..., Any]) -> Iterator[None]:
+        """Whether the step communicates by itself: then ranks have to know of each other's calls."""
+        before = self._started()
+        yield
+        if self._started() - before > self._ours:
+            inner: Any = inspect.unwrap(getattr(function, "__func__", function))
+            code = getattr(inner, "__code__", None)
+            place = f"{code.co_filename}:{code.co_firstlineno}" if code else type(inner).__name__
+            self._step.collectives = OwnCollectives.unseen(place)
+
+    def _started(self) -> int:
+        group = self._step.setting.group
+        return (started_collectives(group) or 0) if group is not None else 0
 
     def _add(self, names: list[str]) -> None:
         """Terms into the running sums; the weight of the micro-step, once for each part."""

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from gradsync_fx.draft import Draft
+from gradsync_fx.gc_off import gc_off
 from gradsync_fx.journal import Journal
 from gradsync_fx.passes.accumulate import (
     accumulate_gradients,
@@ -23,6 +20,7 @@ from gradsync_fx.passes.reduce import (
     reduce_window,
     reset_accumulators,
 )
+from gradsync_fx.passes.remain import keep_collectives, keep_late_collectives
 from gradsync_fx.passes.update import inline_updates
 from gradsync_fx.passes.weigh import weigh_terms
 from gradsync_fx.plan import Plan
@@ -33,6 +31,7 @@ from gradsync_fx.verify import verify
 # A micro-step: the accumulate program when nothing closes, the boundary program when everything does. And the tail, an
 # update without a micro-step.
 MICRO_STEP: list[Pass] = [
+    keep_collectives,
     join_partial_sums,
     weigh_terms,
     accumulate_gradients,
@@ -44,6 +43,7 @@ MICRO_STEP: list[Pass] = [
     reset_accumulators,
 ]
 TAIL: list[Pass] = [
+    keep_late_collectives,
     join_partial_sums,
     forget_micro_step,
     leave_parameters,
@@ -56,21 +56,9 @@ TAIL: list[Pass] = [
 
 def build(name: str, plan: Plan, fake_mode: object, journal: Journal, *, tail: bool) -> Program:
     """One program of a step, verified."""
-    with _collector_at_rest():
+    with gc_off():
         draft = Draft.copy_of(name, plan.step, fake_mode)
         run_passes(draft, plan, TAIL if tail else MICRO_STEP, journal)
         program = draft.finish()
-        verify(program, plan)
+        verify(program, plan, tail=tail)
     return program
-
-
-@contextmanager
-def _collector_at_rest() -> Iterator[None]:
-    """Thousands of new nodes, none of them garbage, would each time have all looked through that Dynamo left behind."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

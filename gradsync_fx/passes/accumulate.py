@@ -34,7 +34,7 @@ def accumulate_gradients(draft: Draft, plan: Plan) -> None:
     terms = gradients_of(draft, plan, plan.open_buckets())
     weights = weights_of(draft, plan, [b.part for b in terms])
     if plan.sync_each_batch and terms:
-        terms, weights = reduce_all(draft, plan, terms, weights)
+        terms, weights = reduce_all(draft, plan, terms, weights, divided=False)
     for bucket, values in terms.items():
         for leaf, value in zip(bucket.leaves, values, strict=True):
             total = add_to_accumulator(draft, plan, leaf, value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
@@ -16,6 +17,19 @@ from gradsync_fx.plan import Bucket, Plan
 _aten = torch.ops.aten
 
 
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """A power of two that terms are multiplied by ahead of the wire, and what undoes it."""
+
+    factor: Node | float
+    inverse: Node | float
+
+    @property
+    def nodes(self) -> list[Node]:
+        """What has to be there before it is used."""
+        return [n for n in (self.factor, self.inverse) if isinstance(n, Node)]
+
+
 def reduce_bucket(
     draft: Draft,
     plan: Plan,
@@ -24,18 +38,23 @@ def reduce_bucket(
     *,
     wire_dtype: torch.dtype | None = None,
     behind: Sequence[Node] = (),
+    scale: Scale | None = None,
+    early: bool = False,
 ) -> list[Node]:
     """The terms, one for each leaf of the bucket, summed over the ranks by one all-reduce; dtypes as before.
 
     wire_dtype: on the wire, for this bucket alone; by default the plan's, or the first term's own. behind: nodes that
-    the all-reduce has to stand behind as well.
+    the all-reduce has to stand behind as well. scale: what terms are multiplied by for the journey. Complex terms
+    travel as pairs of real numbers. early: other reductions need the result.
     """
     group = bucket.reduction.group
     if group is None:
         return terms
-    wire_dtype = wire_dtype or plan.wire_dtype or terms[0].meta["val"].dtype
-    with draft.after(*terms, *behind):
-        wire = [cast(draft, t, wire_dtype) for t in terms]
+    wire_dtype = wire_dtype or plan.wire_dtype or terms[0].meta["val"].dtype.to_real()
+    with draft.after(*terms, *behind, *(scale.nodes if scale else ())):
+        sent = terms if scale is None else [_times(draft, t, scale.factor) for t in terms]
+        pairs = [_pairs(draft, t) for t in sent]
+        wire = [cast(draft, p, wire_dtype) for p in pairs]
         counts = [w.meta["val"].numel() for w in wire]
         one = [draft.form(w.meta["val"], shape=[n]) for w, n in zip(wire, counts, strict=True)]
         pieces = [
@@ -46,16 +65,37 @@ def reduce_bucket(
         if len(pieces) > 1:
             form = draft.form(one[0], shape=[sum(counts)])
             flat = draft.call_known(form, _aten.cat.default, pieces)
-        form = flat.meta["val"]
+        form = draft.form(flat.meta["val"])  # another storage than what is sent
         started = draft.call_known(form, ops.ALL_REDUCE, flat, bucket.reduction.op, group)
-        started.meta["bucket"] = True  # for the lowering
+        started.meta["bucket"], started.meta["early"] = True, early  # for the lowering
         waited = draft.call_known(form, ops.WAIT, started)
         reduced, start = [], 0
-        for term, form, count in zip(terms, one, counts, strict=True):
-            value = term.meta["val"]
+        for pair, term, form, count in zip(pairs, terms, one, counts, strict=True):
+            value = pair.meta["val"]
             piece = draft.call_known(form, _aten.slice.Tensor, waited, 0, start, start + count)
             whole = draft.form(form, shape=value.shape)
             view = draft.call_known(whole, _aten.reshape.default, piece, list(value.shape))
-            reduced.append(cast(draft, view, value.dtype))
+            total = cast(draft, view, value.dtype)
+            if term.meta["val"].is_complex():
+                total = draft.call_known(
+                    draft.form(term.meta["val"]), _aten.view_as_complex.default, total
+                )
+            reduced.append(total if scale is None else _times(draft, total, scale.inverse))
             start += count
     return reduced
+
+
+def _pairs(draft: Draft, term: Node) -> Node:
+    """A complex tensor as pairs of real numbers, in a dimension more; any other as it is."""
+    value = term.meta["val"]
+    if not value.is_complex():
+        return term
+    form = draft.form(value, shape=[*value.shape, 2], dtype=value.dtype.to_real())
+    return draft.call_known(form, _aten.view_as_real.default, term)
+
+
+def _times(draft: Draft, term: Node, factor: Node | float) -> Node:
+    """A product in the dtype of the term."""
+    if isinstance(factor, Node):
+        factor = cast(draft, factor, term.meta["val"].dtype.to_real())
+    return draft.call_known(draft.form(term.meta["val"]), _aten.mul.Tensor, term, factor)

@@ -36,7 +36,7 @@ def reduce_window(draft: Draft, plan: Plan) -> None:
     terms = gradients_of(draft, plan, plan.closing_buckets())
     weights = weights_of(draft, plan, [b.part for b in terms])
     if plan.sync_each_batch and terms:
-        terms, weights = reduce_all(draft, plan, terms, weights)
+        terms, weights = reduce_all(draft, plan, terms, weights, divided=False)
     sums = {
         bucket: [
             add_to_accumulator(draft, plan, leaf, value)
@@ -76,7 +76,7 @@ def _hand_on(
     if ahead:
         sums = divided()
     if not plan.sync_each_batch and sums:
-        sums, weights = reduce_all(draft, plan, sums, weights)
+        sums, weights = reduce_all(draft, plan, sums, weights, divided=ahead)
     if not ahead:
         sums = divided()
     for bucket, values in sums.items():

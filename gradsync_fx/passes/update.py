@@ -94,7 +94,7 @@ def _call(draft: Draft, marker: Node, name: str, call: Call, inputs: list[Node])
         draft.form(v if like is None or not v.dim() else like, dtype=v.dtype)
         for v in (n.meta["val"] for n in out.args[0])
     ]
-    forms[:count] = [node.meta["val"] for node in inputs[:count]]
+    forms[:count] = [draft.form(node.meta["val"]) for node in inputs[:count]]
     with draft.graph.inserting_before(marker):
         node = draft.graph.call_module(name, tuple(inputs))
         node.meta["val"] = tuple(forms)

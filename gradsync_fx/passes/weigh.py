@@ -10,16 +10,17 @@ bfloat16 would scale every gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.fx import Node
 
 from gradsync_fx.draft import Draft
 from gradsync_fx.ops import Role, argument
-from gradsync_fx.passes.bucket import reduce_bucket
+from gradsync_fx.passes.bucket import Scale, reduce_bucket
 from gradsync_fx.passes.sums import cast, filled
-from gradsync_fx.plan import Bucket, Plan, Reduction
+from gradsync_fx.plan import Bucket, Plan, Reduction, carrier
 from gradsync_fx.program import Kind, Slot
 
 
@@ -75,6 +76,8 @@ def _all_finite(draft: Draft, markers: list[Node], weight: Node) -> Node:
     with draft.after(*values):
         parts = []
         for value in values:
+            if value.meta["val"].is_complex():
+                value = draft.call(_aten.view_as_real.default, value)
             nothing = draft.call(_aten.mul.Tensor, value, 0.0)
             total = draft.call(_aten.sum.default, nothing)
             parts.append(cast(draft, total, torch.float32))
@@ -115,36 +118,69 @@ def with_this_call(draft: Draft, plan: Plan, part: int, weight: Node) -> Node:
 
 
 def reduce_all(
-    draft: Draft, plan: Plan, terms: dict[Bucket, list[Node]], weights: dict[int, Node]
+    draft: Draft,
+    plan: Plan,
+    terms: dict[Bucket, list[Node]],
+    weights: dict[int, Node],
+    *,
+    divided: bool,
 ) -> tuple[dict[Bucket, list[Node]], dict[int, Node]]:
-    """All buckets over the ranks, each by one all-reduce, and each part's weight with one of its buckets."""
+    """All buckets over the ranks, each by one all-reduce, and each part's weight with one of its buckets.
+
+    divided: whether the terms are means already. A float16 wire ends at 65504: other terms are scaled for it, so that
+    what arrives is no larger than their mean. That needs the weights first; they go ahead of all buckets, then.
+    """
+    scaled = plan.wire_dtype is torch.float16 and not divided and plan.group is not None
+    done = dict(weights)
+    if scaled:
+        for part, weight in weights.items():
+            done[part] = _reduce_weight(draft, plan, part, weight, early=True)
     carriers = {carrier(plan, part): part for part in weights}
     reduced: dict[Bucket, list[Node]] = {}
-    done = dict(weights)
     for bucket, values in terms.items():
-        part = carriers.get(bucket)
-        if part is None:
-            reduced[bucket] = reduce_bucket(draft, plan, bucket, values)
+        carried = carriers.get(bucket)
+        scale = _scale(draft, plan, done.get(bucket.part)) if scaled else None
+        if carried is None:
+            reduced[bucket] = reduce_bucket(draft, plan, bucket, values, scale=scale)
         else:
-            *reduced[bucket], done[part] = reduce_bucket(
-                draft, plan, bucket, [*values, weights[part]]
+            *reduced[bucket], done[carried] = reduce_bucket(
+                draft, plan, bucket, [*values, weights[carried]]
             )
-    last = next(reversed(terms.values()))
-    for part, weight in weights.items():
-        if plan.group is not None and carrier(plan, part) is None:
-            alone = Bucket((), Reduction("sum", plan.group, "ranks"), part)
-            (done[part],) = reduce_bucket(
-                draft, plan, alone, [weight], wire_dtype=weight.meta["val"].dtype, behind=last
-            )
+    if plan.group is not None and not scaled:
+        last = next(reversed(terms.values()))
+        for part, weight in weights.items():
+            if carrier(plan, part) is None:
+                done[part] = _reduce_weight(draft, plan, part, weight, behind=last)
     return reduced, done
 
 
-def carrier(plan: Plan, part: int) -> Bucket | None:
-    """The bucket that a part's weight travels with; None where it goes alone (or nowhere, without a group)."""
-    for bucket in plan.buckets:
-        if bucket.part == part and bucket.reduction == Reduction("sum", plan.group, "ranks"):
-            name = plan.step.leaves[bucket.leaves[0]].name
-            wire = plan.wire_dtype or plan.accumulators[name].dtype
-            if plan.group is not None and wire.itemsize >= 4:
-                return bucket
-    return None
+def _reduce_weight(
+    draft: Draft,
+    plan: Plan,
+    part: int,
+    weight: Node,
+    *,
+    behind: Sequence[Node] = (),
+    early: bool = False,
+) -> Node:
+    """A part's weight over the ranks, by an all-reduce of its own. early: buckets wait for it."""
+    alone = Bucket((), Reduction("sum", plan.group, "ranks"), part)
+    own = weight.meta["val"].dtype
+    (total,) = reduce_bucket(
+        draft, plan, alone, [weight], wire_dtype=own, behind=behind, early=early
+    )
+    return total
+
+
+def _scale(draft: Draft, plan: Plan, weight: Node | None) -> Scale:
+    """2 to the power that makes the sum over `weight` (of all ranks) no larger than the mean."""
+    if weight is None:
+        power = 2.0 ** math.ceil(math.log2(plan.world))
+        return Scale(1 / power, power)
+    with draft.after(weight):
+        one = filled(draft, 1.0, weight.meta["val"])
+        some = draft.call(_aten.gt.Scalar, weight, 0.0)
+        counted = draft.call(_aten.where.self, some, weight, one)
+        exponent = draft.call(_aten.ceil.default, draft.call(_aten.log2.default, counted))
+        inverse = draft.call(_aten.exp2.default, exponent)
+        return Scale(draft.call(_aten.reciprocal.default, inverse), inverse)

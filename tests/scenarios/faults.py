@@ -289,3 +289,22 @@ def differ(rank: int, which: str) -> dict[str, Any]:
     errors = [refusal(lambda: step(model, optimizer, *slot.batch(), slot.branch)) for _ in range(2)]
     moved = not all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     return {"errors": errors, "moved": moved, "pending": step.pending}
+
+
+def hangs(rank: int, absent: int, timeout: float | None, how: str) -> dict[str, Any]:
+    """Of three ranks one stops calling, but lives: it hangs elsewhere, or comes too late. The others ask by name."""
+    model, optimizer = fresh()
+    run = gradsync_fx.optimize(
+        plain, gradient_accumulation_steps=2, backend="aot_eager", rank_timeout=timeout
+    )
+    try:
+        for call in range(4):
+            if call == 3 and rank == absent:
+                if how == "hangs":
+                    return {"type": "", "text": ""}
+                time.sleep(4 * (timeout or 1))
+            slot = Slot(seed=call + 10 * rank)
+            run(model, optimizer, *slot.batch(), "both")
+    except gradsync_fx.GradSyncError as error:
+        return {"type": type(error).__name__, "text": str(error)}
+    return {"type": "", "text": "none"}

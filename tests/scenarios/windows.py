@@ -115,13 +115,13 @@ def inner_module(rank: int) -> list[Run]:
 
 
 def nested(rank: int) -> dict[str, Any]:
-    """DDP inside of a plain module, beside an unwrapped part."""
+    """A plain module whose parts are each in DDP: their gradients travel together."""
 
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.c1 = DistributedDataParallel(nn.Linear(8, 8))
-            self.c2 = nn.Linear(8, 8)
+            self.c2 = DistributedDataParallel(nn.Linear(8, 8))
             self.c3 = DistributedDataParallel(nn.Linear(8, 1))
 
         def forward(self, x: Tensor) -> Tensor:
