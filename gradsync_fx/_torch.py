@@ -122,6 +122,7 @@ try:
         free_unbacked_symbols,
     )
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+    from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils._pytree import tree_leaves, tree_map_only
     from torch.utils._sympy.interp import sympy_interp
@@ -243,10 +244,19 @@ def has_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
-def step_hooks(optimizer: Optimizer) -> tuple[list[Any], list[Any]]:
-    """An optimizer's own hooks ahead of its step, and behind it."""
-    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    return list(before.values()), list(after.values())
+def step_hooks(optimizer: Optimizer) -> list[Any]:
+    """Hooks ahead of an optimizer's step and behind it: its own, and those of all optimizers."""
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    own = (
+        getattr(optimizer, name, {}) for name in names
+    )  # a wrapper may not have called `__init__`
+    everywhere = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+    return [hook for hooks in (*own, *everywhere) for hook in hooks.values()]
+
+
+def counted_by_scheduler(step: Any) -> bool:
+    """Whether an optimizer's `step` is what a scheduler put round it, to count its calls."""
+    return hasattr(step, "_wrapped_by_lr_sched")
 
 
 def communication_hooks(ddp: DistributedDataParallel) -> list[Any]:
@@ -300,6 +310,7 @@ __all__ = [
     "read_attribute",
     "saved_factor",
     "started_collectives",
+    "counted_by_scheduler",
     "step_hooks",
     "summed_sizes",
     "tensorify_numbers",

@@ -45,7 +45,7 @@ from gradsync_fx._torch import (
 )
 from gradsync_fx.controls import TRACED
 from gradsync_fx.in_place import refuse_overwritten
-from gradsync_fx.later import check_appended, give_behind
+from gradsync_fx.later import check_appended, give_behind, result_unused
 from gradsync_fx.observed import (
     HostCall,
     NoSync,
@@ -58,11 +58,14 @@ from gradsync_fx.observed import (
     reach,
     real_tensors,
     refuse,
+    refuse_as,
     set_grad,
     variable_of,
 )
+from gradsync_fx.opaque import calls_its_closure_once, closure_given
 from gradsync_fx.ops import Role
-from gradsync_fx.optimizer_state import parameters_of
+from gradsync_fx.optimizer_state import in_groups, parameters_of
+from gradsync_fx.step_arguments import closure_of, given_text
 
 
 class Call(VariableTracker):
@@ -154,12 +157,17 @@ def _add_gradient(tx: Any, var: Any, real: Any, grad: Any) -> None:
 
 
 def optimizer_step(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """`optimizer.step(...)` while a step is traced."""
     optimizer: Optimizer = owner.value
-    closure: Any = kwargs.get("closure", args[0] if args else None)
+    closure = closure_of(args, kwargs)
     result = const(None)
-    if closure is not None and not is_none(closure):
+    if closure is not None:
+        if not calls_its_closure_once(optimizer):
+            refuse_as(tx, closure_given(optimizer))
         result = closure.call_function(tx, [], {})
     guard_identity(owner)
+    used = closure is None and not result_unused(tx)
+    given = given_text(tx, optimizer, args, kwargs, used=used)
     which: list[Any] = []
     params: list[Any] = []
     grads: list[Any] = []
@@ -182,6 +190,7 @@ def optimizer_step(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any])
             TupleVariable(which),
             TupleVariable(params),
             TupleVariable(grads),
+            const(given),
         )
         for i, var in enumerate(params):
             var.call_method(tx, "copy_", [new.call_method(tx, "__getitem__", [const(i)], {})], {})
@@ -190,7 +199,7 @@ def optimizer_step(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any])
 
 def _check_groups(tx: Any, optimizer: Optimizer) -> None:
     """Dynamo writes what a step sets in Python after the graph has run, which is too late for the update in it."""
-    for number, group in enumerate(optimizer.param_groups):
+    for number, group in enumerate(getattr(optimizer, "param_groups", ())):
         held = tx.output.side_effects.id_to_variable.get(id(group))
         if held is not None and getattr(held.mutation_type, "is_modified", False):
             refuse(
@@ -218,7 +227,7 @@ def _drop(tx: Any, parameters: Iterable[torch.Tensor]) -> Any:
 
 
 def optimizer_zero_grad(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    return _drop(tx, parameters_of(owner.value))
+    return _drop(tx, in_groups(owner.value))
 
 
 def _module_zero_grad(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -277,8 +286,7 @@ def _weigh(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
 def _scaler(name: str) -> Callable[..., Any]:
     def answer(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         if owner.value.is_enabled():
-            error = scaling.refused(f"{type(owner.value).__name__}.{name}")
-            refuse(tx, error.culprit, seen=error.seen, wanted=error.wanted, fix=error.fix)
+            refuse_as(tx, scaling.refused(f"{type(owner.value).__name__}.{name}"))
         if name == "scale":
             return args[0]
         if name == "step":

@@ -305,7 +305,8 @@ class _Finder:
         changed: dict[int, list[int]] = {}
         for captured in self._executor.captures:
             for optimizer in captured.capture.optimizers:
-                sizes = [len(group["params"]) for group in optimizer.param_groups]
+                groups = getattr(optimizer, "param_groups", ())
+                sizes = [len(group["params"]) for group in groups]
                 if self._groups.setdefault(id(optimizer), sizes) != sizes:
                     changed[id(optimizer)] = sizes
         return repr(list(changed.values())) if changed else ""

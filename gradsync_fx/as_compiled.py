@@ -12,8 +12,19 @@ import torch
 from torch.optim import Optimizer
 
 from gradsync_fx._torch import compile_lock
-from gradsync_fx.optimizer_state import plain_step
+from gradsync_fx.reached import plain_step
 from gradsync_fx.threads import in_this_thread
+
+
+def without_factors(decompositions: Any) -> Any:
+    """The table of a compiler, which gets one entry more: it asks whether the factor of a difference is 1."""
+    if not decompositions:
+        return decompositions
+
+    def sub(a: Any, b: Any, *, alpha: Any = 1) -> Any:
+        return a - b * alpha if type(alpha) in (torch.SymFloat, torch.SymInt) else NotImplemented
+
+    return {**decompositions, torch.ops.aten.sub.Tensor: sub}
 
 
 @contextmanager
@@ -46,3 +57,13 @@ def as_when_compiled(optimizer: Optimizer) -> Iterator[None]:
         mock.patch.dict(home, {k: v for k, v in pair.items() if k not in home}),
     ):
         yield
+
+
+def settle_flavour(group: dict[str, Any], *, capturable: bool) -> None:
+    """One parameter at a time: what a compiler wants, with the same arithmetic."""
+    if capturable and "capturable" in group:
+        group["capturable"] = True
+    if "foreach" in group:
+        group["foreach"] = False
+    if group.get("fused"):
+        group["fused"] = False

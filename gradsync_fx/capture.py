@@ -316,7 +316,7 @@ def _check(step: Step, seen: Observed, parameters: dict[str, torch.Tensor], manu
         )
     known = {id(t) for t in parameters.values()} | {id(t) for t in seen.leaves}
     for optimizer in seen.optimizers:
-        for gi, group in enumerate(optimizer.param_groups):
+        for gi, group in enumerate(getattr(optimizer, "param_groups", ())):
             for pi, p in enumerate(group["params"]):
                 if id(p) not in known:
                     raise ForeignParameterError(

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,12 +19,13 @@ from gradsync_fx._torch import compile_lock
 from gradsync_fx.capture import Capture
 from gradsync_fx.collectives import OwnCollectives
 from gradsync_fx.dividing import Divisors
-from gradsync_fx.errors import CaptureError, GradSyncWarning, UpdateError
+from gradsync_fx.errors import CaptureError, GradSyncWarning
 from gradsync_fx.flat import joined
 from gradsync_fx.integrity import Integrity
 from gradsync_fx.journal import Journal
 from gradsync_fx.lowering import Compiled, as_it_is, decompositions, lower
-from gradsync_fx.ops import user_line
+from gradsync_fx.opaque import Opaque, warn_of
+from gradsync_fx.ops import argument
 from gradsync_fx.options import Options
 from gradsync_fx.participate import take_part
 from gradsync_fx.passes import build
@@ -42,8 +44,9 @@ from gradsync_fx.ranks import Line
 from gradsync_fx.regions import check_weights, find_regions
 from gradsync_fx.shareable import find_shareable
 from gradsync_fx.side_by_side import SharedBuckets, find_shared
+from gradsync_fx.stages import in_stages
 from gradsync_fx.traces import artifact
-from gradsync_fx.updates import Binding
+from gradsync_fx.updates import Binding, left_as_they_are
 from gradsync_fx.wire import forget
 
 
@@ -75,6 +78,7 @@ class CapturedStep:
         self._compiled: dict[tuple[Any, ...], Compiled] = {}
         self.host_values: dict[int, torch.Tensor] = {}
         self._tail_data: dict[int, Any] = {}
+        self._told: set[str] = set()
         leaf_parts, update_parts = find_parts(capture, self.regions, options)
         self.bindings = self._bind(update_parts)
         ready = find_buckets(capture, self.regions, self.setting, options, leaf_parts)
@@ -98,6 +102,8 @@ class CapturedStep:
             group=group.group_name if group is not None else None,
             world=self.setting.world,
             updates={},
+            opaque={},
+            names={id(p): name for name, p in capture.parameters.items()},
             state_tensors={},
             wire_dtype=self.setting.wire_dtype,
             sync_each_batch=options.sync_each_batch,
@@ -203,15 +209,12 @@ class CapturedStep:
         for node, part in parts.items():
             handle, which = node.args[0], node.args[1]
             optimizer = self.capture.optimizers[handle]
-            fresh = Binding(optimizer, tuple(which), decompositions(self.options), part)
+            given = str(argument(node, 4))
+            fresh = Binding(optimizer, tuple(which), given, decompositions(self.options), part)
             for other in bindings.values():
                 if other.shares_state(fresh):
-                    raise UpdateError(
-                        f"{type(optimizer).__name__}.step, at {user_line(node)}",
-                        seen="it is called more than once in a step, on the same parameters, and has state",
-                        wanted="one update of a parameter in a call",
-                        fix="make each update a step of its own: gradsync_fx.optimize(one_update, ...)",
-                    )
+                    for one in (other, fresh):
+                        one.leave_as_it_is("it is called more than once in a step, and has state")
             bindings[update_key(node)] = fresh
         return bindings
 
@@ -221,12 +224,18 @@ class CapturedStep:
         """The program and its compiled form, made on first need (or when the optimizer's structure changed)."""
         key = self._select(closing, tail, by_name)
         if key not in self._compiled:
-            with compile_lock, compiling(self.options.rank_timeout):
-                start = time.perf_counter()
-                program = self._build(key)
-                lowered = lower(program, self.capture.fake_mode, self.options)
-                seconds = time.perf_counter() - start
-            self.compile_seconds[program.name] = seconds
+            start = time.perf_counter()
+            try:
+                with compile_lock, compiling(self.options.rank_timeout):
+                    program = self._build(key)
+                    one = partial(lower, fake_mode=self.capture.fake_mode, options=self.options)
+                    tensors = {**self.capture.buffers, **self.capture.parameters}
+                    lowered = in_stages(program, one, tensors)
+            except Exception as failure:
+                if left_as_they_are(self.bindings.values(), failure):
+                    return self.compile(closing, tail=tail, by_name=by_name)
+                raise
+            self.compile_seconds[program.name] = seconds = time.perf_counter() - start
             log.info("compiled the %s program in %.2f s", program.name, seconds)
             self._compiled[key] = lowered
         return self._built[key], self._compiled[key]
@@ -238,11 +247,13 @@ class CapturedStep:
     def _select(self, closing: frozenset[int], tail: bool, by_name: bool) -> tuple[Any, ...]:
         """The key of a program for the optimizers as they are now; their updates are traced for it."""
         active = {n: b for n, b in self.bindings.items() if b.part in closing}
-        self.plan.updates = {n: b.trace() for n, b in active.items()}
+        found = {n: b.trace() for n, b in active.items()}
+        self.plan.updates = {n: u for n, u in found.items() if not isinstance(u, Opaque)}
+        self.plan.opaque = {n: u for n, u in found.items() if isinstance(u, Opaque)}
         self.plan.state_tensors = {
-            n: b.state_tensors(self.plan.updates[n]) for n, b in active.items()
+            n: active[n].state_tensors(u) for n, u in self.plan.updates.items()
         }
-        return (closing, tail, by_name, *(id(u) for u in self.plan.updates.values()))
+        return (closing, tail, by_name, *map(id, found.values()))
 
     def _build(self, key: tuple[Any, ...]) -> Program:
         closing, tail, by_name, *_ = key
@@ -321,7 +332,8 @@ class CapturedStep:
         if as_it_is(self.options) and program.first_written is not None:
             first = inputs[program.first_written]
             version = first._version
-        self._integrity.writes(updates=bool(updates))
+        warn_of(self.plan.opaque, self._told)
+        self._integrity.writes(updates=bool(updates or self.plan.opaque))
         try:
             with torch.no_grad(), record_function(f"gradsync_fx: {program.name}"):
                 results = list(compiled(inputs))

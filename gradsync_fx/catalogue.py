@@ -14,7 +14,7 @@ from gradsync_fx.captured import CapturedStep
 from gradsync_fx.eager.step import EagerStep, Objects
 from gradsync_fx.errors import GradSyncWarning, WindowError
 from gradsync_fx.integrity import Integrity
-from gradsync_fx.optimizer_state import parameters_of
+from gradsync_fx.optimizer_state import in_groups
 from gradsync_fx.options import Options
 from gradsync_fx.regions import check_deferrable
 
@@ -96,9 +96,9 @@ class Catalogue:
     def _check_same_objects(self, capture: Capture | Objects) -> None:
         earlier = self.steps
         for optimizer in capture.optimizers:
-            held = set(map(id, parameters_of(optimizer)))
+            held = set(map(id, in_groups(optimizer)))
             for other in (o for known in earlier for o in known.capture.optimizers):
-                shared = held.intersection(map(id, parameters_of(other)))
+                shared = held.intersection(map(id, in_groups(other)))
                 if all(other is not o for o in capture.optimizers) and shared:
                     name = f"optimizer {type(optimizer).__name__} (id {id(optimizer):#x})"
                     raise _other(name, "another optimizer object")

@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradsync_fx._torch import tree_leaves
+from gradsync_fx._torch import counted_by_scheduler, tree_leaves
 from gradsync_fx.capture import ddp_modules, named_tensors
 from gradsync_fx.eager.discovery import discover
 from gradsync_fx.errors import WindowError
@@ -81,7 +81,10 @@ def copied(
         **dict.fromkeys(_with_subclasses(ProcessGroup), _by_reference),
         **dict.fromkeys(without, _left_out),
     }
-    with mock.patch.dict(copyreg.dispatch_table, table):
+    with (
+        mock.patch.dict(copyreg.dispatch_table, table),
+        mock.patch.object(Optimizer, "__deepcopy__", copier.optimizer(), create=True),
+    ):
         mine = copier.value("the step", function)
         arguments = copier.value("its arguments", (tuple(args), dict(kwargs)))
     for ddp in original.ddp:
@@ -142,6 +145,26 @@ class _Copier:
                 wanted="a step whose objects copy.deepcopy can copy: the check runs on copies",
                 fix="check a step without it, or give its class a __deepcopy__",
             ) from failure
+
+    def optimizer(self) -> Callable[[Optimizer, dict[int, Any]], Optimizer]:
+        """How an optimizer is copied: with all that it holds. torch's own way leaves out what is not torch's."""
+
+        def copied(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
+            mine = object.__new__(type(optimizer))
+            memo[id(optimizer)] = mine
+            for name, value in vars(optimizer).items():
+                if name == "step" and counted_by_scheduler(value):
+                    continue
+                if isinstance(value, dict) and any(
+                    isinstance(v, FunctionType) for v in value.values()
+                ):
+                    hooks = {key: self.value(name, hook) for key, hook in value.items()}
+                    vars(mine)[name] = type(value)(hooks)
+                else:
+                    vars(mine)[name] = self.value(name, value)
+            return mine
+
+        return copied
 
     def _function(self, function: FunctionType) -> FunctionType:
         if function.__code__.co_filename.startswith(OTHERS):

@@ -49,7 +49,7 @@ class ParallelismError(CaptureError):
 
 
 class UpdateError(CaptureError):
-    """The optimizer's update cannot be traced."""
+    """The optimizer's update can neither be traced nor run as it is."""
 
 
 class ReadBeforeBoundaryError(GradSyncError):

@@ -121,9 +121,27 @@ def write_early(module: GraphModule) -> None:
         onto, source = argument(copy, 0), argument(copy, 1)
         if not isinstance(source, Node) or source.op != "call_function" or copy.users:
             continue
-        others = [u for u in onto.users if u is not copy]
-        if onto.op == "placeholder" and all(order[u] <= order[source] for u in others):
+        if onto.op == "placeholder" and all(
+            order[u] <= order[source] for u in _readers(onto, copy)
+        ):
             source.append(copy)
+
+
+def _readers(tensor: Node, writer: Node) -> list[Node]:
+    """Who reads a tensor, by itself, as a view, or as a copy: Inductor takes copies out that it holds for idle."""
+    found, queue = [], [tensor]
+    while queue:
+        for user in queue.pop().users:
+            if user is not writer:
+                found.append(user)
+                if user.target is _aten.clone.default or _is_view(user):
+                    queue.append(user)
+    return found
+
+
+def _is_view(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(r.alias_info is not None for r in schema.returns)
 
 
 def add_products(module: GraphModule, fake_mode: Any) -> None:

@@ -9,6 +9,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from gradsync_fx._torch import OpOverload, tree_leaves
 from gradsync_fx.bodies import Place
+from gradsync_fx.flow import upstream
 from gradsync_fx.ops import ITEM
 
 
@@ -102,5 +103,38 @@ def split_host(
     }
 
 
+def rigid_numbers(
+    traced: Graph, tensors: int, numbers: list[tuple[list[Place], int | None]]
+) -> frozenset[tuple[Place, int | None]]:
+    """Numbers that scale a matrix product: compilers want constants there (coefficients, not schedules)."""
+    carriers = traced.find_nodes(op="placeholder")[tensors:]
+    feeding = upstream(
+        value
+        for target in (torch.ops.aten.addmm.default, torch.ops.aten.baddbmm.default)
+        for node in traced.find_nodes(op="call_function", target=target)
+        for value in node.kwargs.values()
+        if isinstance(value, Node)
+    )
+    return frozenset(
+        (place, part)
+        for carrier, (places, part) in zip(carriers, numbers, strict=True)
+        if carrier in feeding
+        for place in places
+    )
+
+
 def _tensor_valued(node: Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor) or isinstance(node.target, OpOverload)
+
+
+def ties(condition: Any) -> bool:
+    """Whether a condition holds for one value of its number only: an equality, and not of a remainder or the like."""
+    return type(condition).__name__ == "Equality" and _forms(condition) <= _ONE_TO_ONE
+
+
+_ONE_TO_ONE = {"Equality", "Add", "Mul", "ToFloat"}
+
+
+def _forms(expression: Any) -> set[str]:
+    inner = (_forms(part) for part in expression.args)
+    return {type(expression).__name__, *set().union(*inner)} if expression.args else set()

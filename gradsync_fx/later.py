@@ -181,7 +181,7 @@ def call_function(self: Any, fn: Any, args: list[Any], kwargs: dict[str, Any]) -
         # The outermost such call wins: a part of a progress bar's update is no better than all of it.
         # Dynamo warns of calls that it does not know, too; where warnings are errors, that is what stops it.
         stopped = isinstance(failure, Unsupported | Warning) and seen.answered == answered
-        if stopped and _unused(self) and _may_wait(fn, args, kwargs):
+        if stopped and result_unused(self) and _may_wait(fn, args, kwargs):
             seen.could_wait = site
         raise
 
@@ -211,7 +211,8 @@ def _handed_out(node: Node) -> bool:
     return node.target is torch.ops.aten.scalar_tensor.default and only_output
 
 
-def _unused(tx: Any) -> bool:
+def result_unused(tx: Any) -> bool:
+    """Whether the code that is being traced drops the result of the call that it makes."""
     return bool(tx.instructions[tx.instruction_pointer].opname == "POP_TOP")
 
 

@@ -181,6 +181,11 @@ def refuse(
     raise CaptureError(where, seen=seen)
 
 
+def refuse_as(tx: Any, error: CaptureError) -> NoReturn:
+    """Ends the trace with the parts of an error that is known."""
+    refuse(tx, error.culprit, seen=error.seen, wanted=error.wanted, fix=error.fix)
+
+
 def const(value: object) -> Any:
     return ConstantVariable.create(value)
 

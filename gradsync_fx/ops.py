@@ -1,10 +1,11 @@
 """Vocabulary: the three marker ops that capture leaves in a graph, and predicates over ATen nodes.
 
 leaf_grad(g, i)                  -> g            the running gradient of leaf i; the window's sum is spliced in here
-update(h, which, params, grads)  -> new params   one `optimizer.step()`; replaced by the traced update, or by nothing
+update(h, which, params, grads, given)           one `optimizer.step()`; replaced by the traced update or by nothing, or
+                                 -> new params   a program is cut there. given: the arguments of `step`, as text
 note(chain, value, role, i)      -> chain        points out a value to the passes; a chain of notes ends in an output
 
-All are opaque to tracing (a fake kernel only) and never run: slicing replaces every one of them.
+All are opaque to tracing (a fake kernel only) and never run: slicing deals with every one of them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from torch.fx import Node
 
 _LIBRARY = torch.library.Library("gradsync_fx", "DEF")
 _LIBRARY.define("leaf_grad(Tensor g, int leaf) -> Tensor")
-_LIBRARY.define("update(int handle, int[] which, Tensor[] params, Tensor[] grads) -> Tensor[]")
+_LIBRARY.define(
+    "update(int handle, int[] which, Tensor[] params, Tensor[] grads, str given) -> Tensor[]"
+)
 _LIBRARY.define("note(Tensor chain, Tensor value, int role, int index) -> Tensor")
 
 
@@ -32,7 +35,11 @@ def _leaf_grad_fake(g: torch.Tensor, leaf: int) -> torch.Tensor:
 
 @torch.library.register_fake("gradsync_fx::update", lib=_LIBRARY)
 def _update_fake(
-    handle: int, which: list[int], params: list[torch.Tensor], grads: list[torch.Tensor]
+    handle: int,
+    which: list[int],
+    params: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    given: str,
 ) -> list[torch.Tensor]:
     return [torch.empty_like(p) for p in params]
 

@@ -15,48 +15,72 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections import defaultdict
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+
+from gradsync_fx.footprint import Footprint
+from gradsync_fx.reached import is_constant, is_torchs, plain_step
 
 
 State = dict[str, Any]
 REAL = (torch.Tensor, torch.nn.Parameter)
 
 
+def in_groups(optimizer: Optimizer) -> list[torch.Tensor]:
+    """The parameters of its groups, in their order. A wrapper need not have any."""
+    return [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
+
+
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """All parameters, in the order of their groups: positions in an update count along this list."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
+    """All parameters that it may update: positions in an update count along this list.
+
+    Those of its groups, and behind them what a class that is not torch's own reaches in another way: the parameters of
+    the models and optimizers that it holds.
+    """
+    found = in_groups(optimizer)
+    if not is_torchs(optimizer):
+        known = set(map(id, found))
+        found += [p for i, p in _beside(optimizer).items() if i not in known]
+    return found
 
 
-def plain_step(optimizer: Optimizer) -> Any:
-    """The class's `step` without the profiler and hook wrapper that `Optimizer.__init__` puts round it."""
-    step = type(optimizer).step
-    return inspect.unwrap(step) if getattr(step, "hooked", False) else step
+def _beside(optimizer: Optimizer) -> dict[int, torch.Tensor]:
+    found: dict[int, torch.Tensor] = {}
+    queue, seen = list(vars(optimizer).values()), {id(optimizer)}
+    while queue:
+        value = queue.pop(0)
+        if id(value) in seen or is_constant(value):
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.nn.Module):
+            found.update({id(p): p for p in value.parameters() if p.requires_grad})
+        elif isinstance(value, Optimizer):
+            found.update({id(p): p for p in in_groups(value)})
+            queue += vars(value).values()
+        elif isinstance(value, torch.nn.Parameter):
+            found[id(value)] = value
+        elif isinstance(value, dict):
+            queue += [*value, *value.values()]
+        elif isinstance(value, list | tuple | set):
+            queue += value
+    return found
 
 
-def shadow(optimizer: Optimizer, groups: list[dict[str, Any]], state: dict[Any, State]) -> Any:
-    """An optimizer of the same class with other parameter groups and state; the original is not touched."""
-    twin = object.__new__(type(optimizer))
-    twin.__dict__.update(optimizer.__dict__)
-    twin.param_groups = groups
-    twin.state = defaultdict(dict, state)
-    return twin
-
-
-def initial_state(optimizer: Optimizer, which: list[int]) -> dict[int, State] | None:
+def initial_state(footprint: Footprint, which: list[int]) -> dict[int, State] | None:
     """State before the first update, for the parameters at positions `which` that have none yet.
 
-    None when no guess could be proved. Nothing of the optimizer changes.
+    None when no guess could be proved. Nothing of the optimizer changes. Raises `Unseen` where its code does what a
+    trace would not see.
     """
+    optimizer = footprint.optimizer
     flat = parameters_of(optimizer)
     missing = [i for i in which if not optimizer.state.get(flat[i])]
     if not missing:
         return {}
-    created = _from_init_group(optimizer, missing)
-    guess = _small_trial(optimizer, missing)
+    created = _from_init_group(footprint, optimizer.param_groups, missing)
+    guess = _small_trial(footprint, missing)
     if guess is None:
         return None
     found: dict[int, State] = {}
@@ -82,32 +106,35 @@ def _materialise(value: Any, parameter: torch.Tensor) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
-def _from_init_group(optimizer: Optimizer, which: list[int]) -> dict[int, State]:
-    init = getattr(type(optimizer), "_init_group", None)
+def _from_init_group(
+    footprint: Footprint, groups: list[dict[str, Any]], which: list[int]
+) -> dict[int, State]:
+    init = getattr(type(footprint.optimizer), "_init_group", None)
     if init is None:
         return {}
     init = inspect.unwrap(init)
     lists = len(inspect.signature(init).parameters) - 2
     created: dict[int, State] = {}
     position = 0
-    for group in optimizer.param_groups:
+    for group in groups:
         here = [i for i in which if position <= i < position + len(group["params"])]
         twins = {i: torch.nn.Parameter(group["params"][i - position].detach()) for i in here}
         for twin in twins.values():
             twin.grad = torch.zeros((), dtype=twin.dtype, device=twin.device).expand_as(twin)
-        trial = shadow(optimizer, [{**group, "params": list(twins.values())}], {})
+        trial = footprint.twin([{**group, "params": list(twins.values())}], {})
         init(trial, trial.param_groups[0], *([] for _ in range(lists)))
         for i, twin in twins.items():
-            entries = {k: v for k, v in trial.state.get(twin, {}).items() if v is not None}
-            created[i] = entries
+            held = trial.state.get(twin, {})
+            created[i] = {k: v for k, v in held.items() if v is not None}
+        footprint.check(trial)
         position += len(group["params"])
     return created
 
 
-def _small_trial(optimizer: Optimizer, which: list[int]) -> dict[int, State] | None:
+def _small_trial(footprint: Footprint, which: list[int]) -> dict[int, State] | None:
     """Guesses, proved on stand-ins of at most 4 elements a dimension, one for each kind of parameter."""
     position, owner = 0, {}
-    for group in optimizer.param_groups:
+    for group in footprint.optimizer.param_groups:
         for p in group["params"]:
             owner[position] = (group, p)
             position += 1
@@ -117,7 +144,7 @@ def _small_trial(optimizer: Optimizer, which: list[int]) -> dict[int, State] | N
         group, p = owner[i]
         kind = (id(group), p.dim(), p.dtype, p.device)
         if kind not in proved:
-            guess = _prove(optimizer, group, p)
+            guess = _prove(footprint, group, p)
             if guess is None:
                 return None
             proved[kind] = guess
@@ -125,7 +152,7 @@ def _small_trial(optimizer: Optimizer, which: list[int]) -> dict[int, State] | N
     return result
 
 
-def _prove(optimizer: Optimizer, group: dict[str, Any], p: torch.Tensor) -> State | None:
+def _prove(footprint: Footprint, group: dict[str, Any], p: torch.Tensor) -> State | None:
     generator = torch.Generator().manual_seed(0)
     shape = [min(n, 4) for n in p.shape]
     # Parameters without storage (meta, fake) are proved on the CPU.
@@ -136,19 +163,21 @@ def _prove(optimizer: Optimizer, group: dict[str, Any], p: torch.Tensor) -> Stat
     def run(state: State, steps: int) -> tuple[torch.Tensor, State, list[State]]:
         twin = torch.nn.Parameter(start.clone())
         initial = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
-        trial = shadow(
-            optimizer, [{**copy.copy(group), "params": [twin]}], {twin: initial} if initial else {}
+        footprint.give_attributes(p, twin)
+        trial = footprint.twin(
+            [{**copy.copy(group), "params": [twin]}], {twin: initial} if initial else {}
         )
         seen = []
         for grad in grads[:steps]:
             twin.grad = grad.clone()
             with torch.no_grad():
-                plain_step(optimizer)(trial)
+                plain_step(footprint.optimizer)(trial)
+            footprint.check(trial)
             seen.append({k: _copy(v) for k, v in trial.state.get(twin, {}).items()})
         return twin.detach(), seen[-1], seen
 
     small = torch.nn.Parameter(start.clone())
-    known = _from_init_group(shadow(optimizer, [{**group, "params": [small]}], {}), [0]).get(0, {})
+    known = _from_init_group(footprint, [{**group, "params": [small]}], [0]).get(0, {})
     _, _, (first, second) = run({}, 2)
     guess: State = {}
     for key, value in first.items():

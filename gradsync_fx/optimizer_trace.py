@@ -10,17 +10,20 @@ everything else (flags, None, strings)   constants; a change of one of them need
 
 The same holds for comparisons of the symbolic numbers (`if weight_decay != 0`): they are kept as conditions.
 
-Parameters that are alike (group, form, state) are traced by one or two of them (alike.py), where the trace shows that
-parameters are updated independently of each other; else all are traced together.
+Parameters that are alike (group, form, state) are traced by one or two of them (alike.py), where the optimizer is one
+of torch's own and the trace shows that parameters are updated independently of each other; else all of them are.
+Any other optimizer's code may look at names, places and attributes: its twin holds all parameters, and tells the
+footprint what it reads and writes beside the values (footprint.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule
 from torch.optim import Optimizer
 
 from gradsync_fx._torch import (
@@ -33,13 +36,14 @@ from gradsync_fx._torch import (
     sympy_interp,
 )
 from gradsync_fx.alike import Members, find_alike, for_all_calls, for_all_places, treated_alike
-from gradsync_fx.as_compiled import as_when_compiled
+from gradsync_fx.as_compiled import as_when_compiled, settle_flavour, without_factors
 from gradsync_fx.bodies import Call, Place, split, whole
 from gradsync_fx.counters import Counter, is_counter, plain
 from gradsync_fx.errors import UpdateError
-from gradsync_fx.flow import upstream
-from gradsync_fx.host_split import split_host
-from gradsync_fx.optimizer_state import State, plain_step, shadow
+from gradsync_fx.footprint import Footprint
+from gradsync_fx.host_split import rigid_numbers, split_host, ties
+from gradsync_fx.optimizer_state import State
+from gradsync_fx.reached import Unseen, plain_step
 
 
 @dataclass(slots=True)
@@ -47,7 +51,8 @@ class Update:
     """A traced update of the parameters at positions `which` of one optimizer.
 
     calls: the arithmetic on tensors, of `states` and scalars (one for each output of `host`) among others.
-    host: numbers at `numbers` -> (scalars for the calls, then the numbers of `number_out`).
+    host: numbers at `numbers` -> (scalars for the calls, then the numbers of `number_out`). lasting: unless a
+    condition ties a number that the update changes to its value.
     """
 
     optimizer: Optimizer
@@ -62,6 +67,8 @@ class Update:
     symbols: list[Any]
     constants: list[tuple[Place, Any]]
     structure: dict[int, tuple[str, ...]]
+    footprint: Footprint
+    lasting: bool = True
 
     @property
     def created(self) -> list[Place]:
@@ -92,18 +99,29 @@ class Update:
 
     def fits(self, numbers: list[int | float] | None, state: dict[int, State]) -> bool:
         """Whether the constants and conditions under which the update was traced still hold."""
-        if numbers is None:
+        if numbers is None or not self.footprint.holds():
             return False
         groups = self.optimizer.param_groups
         for (where, index, key), value in self.constants:
             owner = groups[index] if where == "group" else state[index]
             if key not in owner or not _same(owner[key], value):
                 return False
-        if not self.conditions:
+        return self._hold(numbers, self.conditions)
+
+    def lasts(self, numbers: list[int | float]) -> bool:
+        """Whether the numbers that this update leaves keep those that a condition ties to one value."""
+        left = self.host(*numbers)[self.scalar_count :]
+        new = {p: v for places, v in zip(self.number_out, left, strict=True) for p in places}
+        pairs = zip(self.numbers, numbers, strict=True)
+        later = [new.get(places[0], number) for (places, _), number in pairs]
+        return self._hold(later, [c for c in self.conditions if ties(c)])
+
+    def _hold(self, numbers: list[int | float], conditions: list[Any]) -> bool:
+        if not conditions:
             return True
         values = dict(zip(self.symbols, numbers, strict=True))
         # In Python's own arithmetic: sympy's keeps what it has computed, and takes far longer.
-        return all(bool(sympy_interp(PlainArithmetic, values, c)) for c in self.conditions)
+        return all(bool(sympy_interp(PlainArithmetic, values, c)) for c in conditions)
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -111,19 +129,24 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def trace_update(
-    optimizer: Optimizer, which: tuple[int, ...], state: dict[int, State], decompositions: Any
+    optimizer: Optimizer,
+    which: tuple[int, ...],
+    state: dict[int, State],
+    decompositions: Any,
+    footprint: Footprint | None = None,
 ) -> Update:
     """Traces `optimizer.step()` for the parameters at positions `which`, all of which have a gradient.
 
     state: by position, what `optimizer.state` holds or will hold. Raises `UpdateError` when the optimizer's code
-    cannot be traced (data-dependent control flow, for instance).
+    cannot be traced (data-dependent control flow, for instance), and `Unseen` where a trace would miss something.
     """
-    alike, pairs = find_alike(optimizer, which, state)
-    if len(alike) < len(which):
-        few = _with_or_without_counters(optimizer, tuple(alike), state, decompositions)
+    footprint = footprint or Footprint(optimizer)
+    alike, pairs = find_alike(optimizer, which, state) if footprint.torchs else ({}, [])
+    if alike and len(alike) < len(which):
+        few = _with_or_without_counters(footprint, tuple(alike), state, decompositions)
         if len(few.calls) == len(alike) and treated_alike(few.calls, pairs):
             return _for_all(few, which, alike, state)
-    return _with_or_without_counters(optimizer, which, state, decompositions)
+    return _with_or_without_counters(footprint, which, state, decompositions)
 
 
 def _for_all(
@@ -148,16 +171,32 @@ def _structure(which: tuple[int, ...], state: dict[int, State]) -> dict[int, tup
     return {i: tuple(state.get(i, {})) for i in which}
 
 
-def _with_or_without_counters(*given: Any) -> Update:
+def _with_or_without_counters(footprint: Footprint, *given: Any) -> Update:
     try:
-        return _trace(*given, counters=True)
+        return _tried(footprint, *given, counters=True)
     except UpdateError:
         # Some optimizers compute tensors from their counters: then counters are tensors of the program.
-        return _trace(*given, counters=False)
+        return _tried(footprint, *given, counters=False)
+
+
+def _tried(footprint: Footprint, *given: Any, counters: bool) -> Update:
+    """The optimizer's code is anybody's, and so is what it raises on stand-ins."""
+    try:
+        return _trace(footprint, *given, counters=counters)
+    except Unseen:
+        raise
+    except Exception as failure:
+        footprint.raise_kept()
+        raise UpdateError(
+            f"{type(footprint.optimizer).__name__}.step",
+            seen=f"its code cannot be traced ({type(failure).__name__}: {_first_line(failure)})",
+            wanted="an update whose control flow does not depend on tensor values",
+            fix="use an optimizer that torch.compile can trace",
+        ) from failure
 
 
 def _trace(
-    optimizer: Optimizer,
+    footprint: Footprint,
     which: tuple[int, ...],
     state: dict[int, State],
     decompositions: Any,
@@ -165,7 +204,10 @@ def _trace(
     counters: bool,
     fixed: frozenset[tuple[Place, int | None]] = frozenset(),
 ) -> Update:
+    optimizer = footprint.optimizer
     flat = [(gi, p) for gi, group in enumerate(optimizer.param_groups) for p in group["params"]]
+    # Parameters without a gradient: where places are counted, they count.
+    others = [] if footprint.torchs else [i for i in range(len(flat)) if i not in set(which)]
     # Hyper-parameters 0 and 1 are values like any other: no specialisation on them.
     env = ShapeEnv(specialize_zero_one=False, duck_shape=False)
     mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True, static_shapes=True)
@@ -226,20 +268,22 @@ def _trace(
     with mode:
         params = [
             torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device=p.device)
-            for p in (flat[i][1] for i in which)
+            for p in (flat[i][1] for i in (*which, *others))
         ]
+        params, idle = params[: len(which)], params[len(which) :]
         grads = [torch.empty_like(p) for p in params]
     left: list[tuple[Place, Any]] = []
     counted: list[bool] = []
     there = {("state", i, k) for i, code in zip(which, entries, strict=True) for k in code}
+    there.update(("group", gi, k) for gi, code in enumerate(groups) for k in code)
 
     def is_result(place: Place, value: Any) -> bool:
-        """What the update leaves: tensors, numbers that it computed, and numbers that are new in the state."""
+        """What the update leaves: tensors, numbers that it computed, and numbers that are new."""
         if isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat):
             return True
-        return type(value) in (int, float) and place[0] == "state" and place not in there
+        return type(value) in (int, float) and place not in there
 
-    def run(params: Any, grads: Any, tensors: Any, carriers: Any) -> Any:
+    def run(params: Any, grads: Any, tensors: Any, carriers: Any, idle: Any) -> Any:
         params = [p.clone() for p in params]
         tensors = [t.clone() for t in tensors]
         values = [c.item() for c in carriers]
@@ -258,50 +302,55 @@ def _trace(
         for code in groups:
             group = {k: decode(v) for k, v in code.items()}
             group["params"] = Members()
-            _settle_flavour(group, capturable=not counters)
+            settle_flavour(group, capturable=not counters)
             twin_groups.append(group)
-        for p, g, i in zip(params, grads, which, strict=True):
+        for p, g in zip(params, grads, strict=True):
             p.grad = g
+        everything = sorted(
+            zip((*which, *others), (*params, *idle), strict=True), key=itemgetter(0)
+        )
+        for i, p in everything:
+            footprint.give_attributes(flat[i][1], p)
             twin_groups[flat[i][0]]["params"].append(p)
         held = {
             p: {k: decode(v) for k, v in code.items()}
             for p, code in zip(params, entries, strict=True)
             if code
         }
+        twin = footprint.twin(twin_groups, held)
         before = [dict(group) for group in twin_groups]
-        twin = shadow(optimizer, twin_groups, held)
+        earlier = {id(p): dict(values) for p, values in held.items()}
         with torch.no_grad():
-            plain_step(optimizer)(twin)
+            returned = plain_step(optimizer)(twin)
+        footprint.check(twin, returned)
+        for i, p in everything:
+            footprint.check_attributes(flat[i][1], p)
         counted[:] = [True for group in twin_groups if group["params"].counted]
         left.clear()
         for p, i in zip(params, which, strict=True):
-            left.extend((("state", i, k), plain(v)) for k, v in twin.state.get(p, {}).items())
+            kept = twin.state.get(p, {})
+            left.extend((("state", i, k), plain(v)) for k, v in kept.items())
+            footprint.check_entries(earlier.get(id(p), {}), kept)
         for gi, group in enumerate(twin_groups):
+            footprint.check_entries(before[gi], group)
             left.extend(
                 (("group", gi, k), v)
                 for k, v in group.items()
-                if k != "params" and _changed(before[gi].get(k), v)
+                if k != "params" and (k not in before[gi] or _changed(before[gi][k], v))
             )
-        return params, [v for place, v in left if is_result(place, v)]
+        return params, [v for place, v in left if is_result(place, v)], idle
 
-    try:
-        with mode, as_when_compiled(optimizer):
-            traced = make_fx(
-                torch.func.functionalize(run, remove="mutations_and_views"),
-                decomposition_table=decompositions,
-                _allow_non_fake_inputs=True,
-            )(params, grads, state_fakes, carriers)
-    except Exception as failure:
-        raise UpdateError(
-            f"{type(optimizer).__name__}.step",
-            seen=f"its code cannot be traced ({type(failure).__name__}: {_first_line(failure)})",
-            wanted="an update whose control flow does not depend on tensor values",
-            fix="use an optimizer that torch.compile can trace",
-        ) from failure
-    rigid = _rigid(traced.graph, sum((len(params), len(grads), len(states))), numbers)
+    with mode, as_when_compiled(optimizer):
+        traced = make_fx(
+            torch.func.functionalize(run, remove="mutations_and_views"),
+            decomposition_table=without_factors(decompositions),
+            _allow_non_fake_inputs=True,
+        )(params, grads, state_fakes, carriers, idle)
+    footprint.check_graph(traced.graph, len(idle))
+    rigid = rigid_numbers(traced.graph, sum((len(params), len(grads), len(states))), numbers)
     if rigid - fixed:
         return _trace(
-            optimizer, which, state, decompositions, counters=counters, fixed=fixed | rigid
+            footprint, which, state, decompositions, counters=counters, fixed=fixed | rigid
         )
     outs = [(place, v) for place, v in left if is_result(place, v)]
     counts = (len(params), len(grads), len(states), len(carriers))
@@ -324,28 +373,9 @@ def _trace(
         scalar_count=pieces["scalar_count"],
         symbols=symbols,
         structure=_structure(which, state),
+        footprint=footprint,
         constants=constants,
         conditions=_conditions(env, symbols),
-    )
-
-
-def _rigid(
-    traced: Graph, tensors: int, numbers: list[tuple[list[Place], int | None]]
-) -> frozenset[tuple[Place, int | None]]:
-    """Numbers that scale a matrix product: compilers want constants there (coefficients, not schedules)."""
-    carriers = traced.find_nodes(op="placeholder")[tensors:]
-    feeding = upstream(
-        value
-        for target in (torch.ops.aten.addmm.default, torch.ops.aten.baddbmm.default)
-        for node in traced.find_nodes(op="call_function", target=target)
-        for value in node.kwargs.values()
-        if isinstance(value, Node)
-    )
-    return frozenset(
-        (place, part)
-        for carrier, (places, part) in zip(carriers, numbers, strict=True)
-        if carrier in feeding
-        for place in places
     )
 
 
@@ -361,13 +391,3 @@ def _conditions(env: Any, symbols: list[Any]) -> list[Any]:
     mine = set(symbols)
     found = [g.expr for g in env.guards]
     return list(dict.fromkeys(e for e in found if e.free_symbols and e.free_symbols <= mine))
-
-
-def _settle_flavour(group: dict[str, Any], *, capturable: bool) -> None:
-    """One parameter at a time: what a compiler wants, with the same arithmetic."""
-    if capturable and "capturable" in group:
-        group["capturable"] = True
-    if "foreach" in group:
-        group["foreach"] = False
-    if group.get("fused"):
-        group["fused"] = False

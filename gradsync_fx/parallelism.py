@@ -1,6 +1,6 @@
 """Steps that are parallel in another way than by data: found by their objects, and refused ahead of the first call.
 
-Sharded parameters, pipelines and sharded optimizers have reductions, gathers and updates of their own, at times of
+Sharded parameters and pipelines have reductions, gathers and updates of their own, at times of
 their own. Neither a trace nor an eager run of this package may come between them.
 """
 
@@ -75,16 +75,6 @@ def _of_others(found: Found) -> Iterator[ParallelismError]:
             wanted="a step that computes its loss and calls backward itself",
             fix="run pipelines without gradsync_fx: their schedule accumulates over its own micro-batches",
         )
-    zero = _class("torch.distributed.optim", "ZeroRedundancyOptimizer")
-    for optimizer in found.optimizers:
-        if isinstance(optimizer, zero):
-            inner = type(getattr(optimizer, "optim", optimizer)).__name__
-            yield ParallelismError(
-                "optimizer ZeroRedundancyOptimizer",
-                seen="each rank updates its share of the parameters, and broadcasts it in step()",
-                wanted="an optimizer that updates all parameters on each rank",
-                fix=f"use the optimizer itself: torch.optim.{inner}(model.parameters(), ...)",
-            )
 
 
 def _class(module: str, name: str) -> Any:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from gradsync_fx.opaque import Opaque
 from gradsync_fx.ops import LEAF_GRAD, argument
 from gradsync_fx.optimizer_trace import Update
 from gradsync_fx.program import Step
@@ -57,6 +58,7 @@ class Plan:
 
     A window has one part for each optimizer with a k of its own, else one part. `closing`: the parts that are reduced
     and updated in this program; the others accumulate. `weights`: running weight by part, empty without `weighing`.
+    `updates`: what is traced; `opaque`: what is not, and runs as it is. `names`: of parameters, by id.
     """
 
     step: Step
@@ -71,6 +73,8 @@ class Plan:
     group: str | None
     world: int
     updates: dict[str, Update]
+    opaque: dict[str, Opaque]
+    names: dict[int, str]
     state_tensors: dict[str, list[torch.Tensor]]
     wire_dtype: torch.dtype | None
     sync_each_batch: bool

@@ -18,7 +18,7 @@ from gradsync_fx._torch import communication_hooks
 from gradsync_fx.capture import Capture
 from gradsync_fx.errors import CaptureError, OptionError
 from gradsync_fx.ops import LEAF_GRAD, argument, user_line
-from gradsync_fx.optimizer_state import parameters_of
+from gradsync_fx.optimizer_state import in_groups, parameters_of
 from gradsync_fx.options import Options
 from gradsync_fx.plan import Bucket, Reduction
 from gradsync_fx.presence import in_job
@@ -159,8 +159,11 @@ def part_of(parameter: torch.Tensor, options: Options) -> int:
     steps = options.gradient_accumulation_steps
     if not isinstance(steps, Mapping):
         return 0
-    owners = (part for part, o in enumerate(steps) if any(p is parameter for p in parameters_of(o)))
-    return next(owners, -1)
+    for held in (in_groups, parameters_of):
+        for part, optimizer in enumerate(steps):
+            if any(p is parameter for p in held(optimizer)):
+                return part
+    return -1
 
 
 def find_parts(

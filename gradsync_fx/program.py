@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node, map_arg
 
+from gradsync_fx.ops import UPDATE
+
 
 class Kind(StrEnum):  # hashed as a string, in C: each call looks up each of its inputs
     """What an input is; decides in which programs a write to it happens."""
@@ -25,6 +27,7 @@ class Kind(StrEnum):  # hashed as a string, in C: each call looks up each of its
     WEIGHT = "weight"
     STATE = "state"
     SCALAR = "scalar"
+    CARRIED = "carried"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,8 @@ class Slot:
     """One input: its kind, a name for people, and the key that the runtime binds it by.
 
     key: position in the step's flat arguments (parameter, buffer, data), parameter name (accumulator), number of a
-    part of the window (weight), position in an update's state or scalars (state, scalar).
+    part of the window (weight), position in an update's state or scalars (state, scalar), name of a value that an
+    earlier stage of the program gave (carried).
     """
 
     kind: Kind
@@ -91,7 +95,8 @@ class Program:
     """One of the programs of a step. `slots` are in the order of the placeholders.
 
     It returns the step's outputs, then `host_values` values that the host's calls want, then new state. first_written:
-    the place of the input that it writes first, run as it is; None where it writes nothing.
+    the place of the input that it writes first, run as it is; None where it writes nothing, and where it is cut at an
+    optimizer's own step, which writes what it likes.
     """
 
     name: str
@@ -104,7 +109,8 @@ class Program:
         holders = self.module.graph.find_nodes(op="placeholder")
         if len(holders) != len(self.slots):
             raise AssertionError(f"{self.name}: {len(holders)} inputs, {len(self.slots)} slots")
-        first = next((w.args[0] for w in writes(self.module)), None)
+        is_cut = self.module.graph.find_nodes(op="call_function", target=UPDATE)
+        first = None if is_cut else next((w.args[0] for w in writes(self.module)), None)
         self.first_written = None if first is None else list(holders).index(first)
 
     def inputs(self) -> list[Any]:

@@ -204,10 +204,13 @@ class _Window:
         names = {id(p): name for name, p in self.copy.parameters.items()}
         for i, optimizer in enumerate(self.copy.optimizers):
             label = f"{type(optimizer).__name__} {i}"
-            for p, state in optimizer.state.items():
-                for key, value in state.items():
-                    _note(found, f"{label} {names.get(id(p), '?')}.{key}", value)
-            for number, group in enumerate(optimizer.param_groups):
+            for p, state in getattr(optimizer, "state", {}).items():
+                name = names.get(id(p), "?") if isinstance(p, torch.Tensor) else str(p)
+                for key, value in state.items() if isinstance(state, dict) else [("", state)]:
+                    _note(found, f"{label} {name}.{key}", value)
+            for key, value in vars(optimizer).items():
+                _note(found, f"{label} {key}", value)
+            for number, group in enumerate(getattr(optimizer, "param_groups", ())):
                 for key, value in group.items():
                     if key != "params":
                         _note(found, f"{label} group {number} {key}", value)

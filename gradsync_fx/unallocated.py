@@ -75,7 +75,7 @@ class _Swap:
                 self._in(held, list(held))
 
     def optimizer(self, optimizer: Optimizer) -> None:
-        for group in optimizer.param_groups:
+        for group in getattr(optimizer, "param_groups", ()):
             self._in(group["params"], list(range(len(group["params"]))))
 
     def _in(self, holder: Any, keys: list[Any]) -> None:

@@ -16,7 +16,7 @@ from gradsync_fx.symbolic import Machine, Terms
 def verify(program: Program, plan: Plan, *, tail: bool) -> None:
     """Raises `VerificationError` naming the node or input that breaks the program's specification.
 
-    all          no marker left; every collective has its wait; every reader of a collective is that wait
+    all          no marker left, but those of opaque updates; every collective has its wait, its one reader
     accumulate   no gradient collective (unless sync_each_batch), no write to optimizer state, nor to a parameter but
                  those that the forward makes
     boundary,    one all-reduce for each bucket with a group, no more and no fewer
@@ -28,7 +28,8 @@ def verify(program: Program, plan: Plan, *, tail: bool) -> None:
     call that closes only some parts leaves none half written.
     """
     for node in program.module.graph.nodes:
-        if node.target in (ops.LEAF_GRAD, ops.UPDATE, ops.NOTE):
+        opaque = plan.closing and "opaque" in node.meta
+        if node.target in (ops.LEAF_GRAD, ops.UPDATE, ops.NOTE) and not opaque:
             raise _broken(program, node, "a marker is left over")
         if ops.is_collective(node) and any(
             u.target is not ops.WAIT and not _unpacks(u) for u in node.users

@@ -230,5 +230,5 @@ def test_closures_are_refused() -> None:
 
     model, optimizer = fresh()
     refused(
-        gradsync_fx.CaptureError, "SGD.step", eager(step), model, optimizer, *regression(1, 1)[0][0]
+        gradsync_fx.UpdateError, "SGD.step", eager(step), model, optimizer, *regression(1, 1)[0][0]
     )

@@ -193,6 +193,8 @@ def test_a_parameter_of_another_model() -> None:
 
 
 def test_an_optimizer_whose_update_depends_on_values() -> None:
+    """No error: it runs as it is (test_opaque_update.py), and says so once."""
+
     class Picky(Optimizer):
         def __init__(self, params: Any) -> None:
             super().__init__(params, {})
@@ -204,14 +206,8 @@ def test_an_optimizer_whose_update_depends_on_values() -> None:
                     p.sub_(p.grad)
 
     model = mlp()
-    optimizer = Picky(model.parameters())
-    refused(gradsync_fx.UpdateError, "Picky", quick(plain_step, 1), model, optimizer, X, Y)
-
-
-def test_an_optimizer_with_pre_hooks() -> None:
-    model, optimizer, *batch = arguments()
-    optimizer.register_step_pre_hook(lambda *_: None)
-    refused(gradsync_fx.UpdateError, "SGD", quick(plain_step, 2), model, optimizer, *batch)
+    with pytest.warns(gradsync_fx.GradSyncWarning, match=r"Picky.step .* cannot be traced"):
+        quick(plain_step, 1)(model, Picky(model.parameters()), X, Y)
 
 
 def test_an_optimizer_inside_backward() -> None:

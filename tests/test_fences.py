@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -122,18 +123,22 @@ def test_hooks_are_refused_by_name_at_any_time(when: str) -> None:
     refused(gradsync_fx.CaptureError, "0.weight", step, model, optimizer, *DATA[1])
 
 
-def test_hooks_ahead_of_an_update_are_refused_at_any_time() -> None:
+def test_hooks_of_an_update_may_come_at_any_time() -> None:
     model = mlp()
     optimizer = sgd(model)
-    step = quick(plain_step, 1)
+    step, seen = quick(plain_step, 1), list[bool]()
     step(model, optimizer, *DATA[0])
-    optimizer.register_step_pre_hook(lambda *args: None)
-    refused(gradsync_fx.UpdateError, "SGD", step, model, optimizer, *DATA[1])
+    optimizer.register_step_pre_hook(
+        lambda o, *_: seen.append(all(p.grad is not None for p in model.parameters()))
+    )
+    with pytest.warns(gradsync_fx.GradSyncWarning, match="hooks"):
+        step(model, optimizer, *DATA[1])
+    assert seen == [True]
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_an_optimizer_that_steps_twice_in_a_step(momentum: float) -> None:
-    """Right without state, refused by name with it: the second update would have to see what the first left."""
+    """Two updates in one program without state; opaque ones with it: the second has to see what the first left."""
 
     def twice(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
         for shift in (0.0, 1.0):
@@ -149,12 +154,14 @@ def test_an_optimizer_that_steps_twice_in_a_step(momentum: float) -> None:
         torch.optim.SGD(m.parameters(), lr=0.1, momentum=momentum) for m in (model, other)
     )
     step = quick(twice, 1)
-    if momentum:
-        error = refused(gradsync_fx.UpdateError, "SGD", step, model, optimizer, *DATA[0])
-        assert "test_fences.py" in error.culprit
-        return
     for batch in DATA[:3]:
-        step(model, optimizer, *batch)
+        first = step.micro_step == 0 and momentum > 0
+        with (
+            pytest.warns(gradsync_fx.GradSyncWarning, match="twice|once")
+            if first
+            else nullcontext()
+        ):
+            step(model, optimizer, *batch)
         twice(other, theirs, *batch)
     for mine, its in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(mine, its, atol=1e-6, rtol=0)

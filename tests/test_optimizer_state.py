@@ -11,8 +11,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradsync_fx.optimizer_state import initial_state, plain_step
+from gradsync_fx.footprint import Footprint
+from gradsync_fx.optimizer_state import initial_state
 from gradsync_fx.optimizer_trace import trace_update
+from gradsync_fx.reached import plain_step
 
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
@@ -48,7 +50,7 @@ def test_foreseen_state_leads_to_eagers_first_update(name: str) -> None:
     theirs = copy.deepcopy(ours)
     optimizer, reference = OPTIMIZERS[name](ours), OPTIMIZERS[name](theirs)
     before = copy.deepcopy(optimizer.state_dict())
-    found = initial_state(optimizer, [0, 1])
+    found = initial_state(Footprint(optimizer), [0, 1])
     assert found is not None
     after = optimizer.state_dict()
     assert after["param_groups"] == before["param_groups"]
@@ -74,7 +76,7 @@ def test_a_state_that_exists_is_left_alone() -> None:
     optimizer = torch.optim.AdamW(params)
     give_gradients(params, 1)
     optimizer.step()
-    assert initial_state(optimizer, [0, 1]) == {}
+    assert initial_state(Footprint(optimizer), [0, 1]) == {}
 
 
 def test_a_state_that_cannot_be_foreseen_is_not_guessed() -> None:
@@ -93,7 +95,7 @@ def test_a_state_that_cannot_be_foreseen_is_not_guessed() -> None:
                 self.state[p]["kept"] = p.grad.clone() if old is None else old * 0.5 + p.grad * 0.3
                 p.sub_(self.state[p]["kept"])
 
-    assert initial_state(Keeps(parameters()), [0, 1]) is None
+    assert initial_state(Footprint(Keeps(parameters())), [0, 1]) is None
 
 
 def test_the_step_without_hooks_is_the_classs_own() -> None:

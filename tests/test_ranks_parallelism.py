@@ -19,7 +19,6 @@ NAMED = {
     "FullyShardedDataParallel": "module 'model': FullyShardedDataParallel",
     "tensor parallel": "tensor 'model.0.weight': a DTensor",
     "pipeline": "ScheduleGPipe 'model': a pipeline",
-    "ZeroRedundancyOptimizer": "torch.optim.AdamW(model.parameters(), ...)",
 }
 
 

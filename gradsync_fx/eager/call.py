@@ -18,6 +18,7 @@ from gradsync_fx.diagnosis.events import user_line
 from gradsync_fx.eager.deeds import Clip, Deed, Schedule, Update
 from gradsync_fx.eager.step import EagerStep
 from gradsync_fx.errors import CaptureError, GradSyncWarning, ReadBeforeBoundaryError
+from gradsync_fx.opaque import closure_given
 from gradsync_fx.planning import unmapped
 
 
@@ -86,15 +87,10 @@ class EagerCall:
         if self._reach(owners):
             run()
 
-    def update(self, optimizer: Optimizer, run: Callable[[], Any], closure: Any) -> None:
+    def update(self, optimizer: Optimizer, run: Any, closure: Any, args: Any, kwargs: Any) -> Any:
         """`optimizer.step()`."""
         if closure is not None:
-            raise CaptureError(
-                f"{type(optimizer).__name__}.step",
-                seen="it is given a closure, which runs forward and backward anew inside of the update",
-                wanted="optimizer.step() without a closure",
-                fix="call backward in the step, and optimizer.step() after it",
-            )
+            raise closure_given(optimizer)
         number = self._step.number_of(optimizer)
         if self._step.part_of_optimizer(number) < 0:
             raise unmapped(type(optimizer).__name__, "the step calls it, and no k is given for it")
@@ -106,9 +102,9 @@ class EagerCall:
                 fix="make each update a step of its own: gradsync_fx.optimize(one_update, ...)",
             )
         reached = self._reach((number,))
-        self.deeds.append(Update((number,), optimizer))
-        if reached and self.updated[number]:
-            run()
+        given = tree_map_only(torch.Tensor, torch.Tensor.detach, (tuple(args), dict(kwargs)))
+        self.deeds.append(Update((number,), optimizer, given[0], tuple(given[1].items())))
+        return run() if reached and self.updated[number] else None
 
     def schedule(self, scheduler: Any, args: Any, kwargs: Any) -> None:
         """`scheduler.step()`: when the step has ended, and only after an update."""

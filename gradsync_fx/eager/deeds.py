@@ -36,12 +36,14 @@ class Clip(Deed):
 
 @dataclass(frozen=True, slots=True)
 class Update(Deed):
-    """`optimizer.step()`."""
+    """`optimizer.step(...)`."""
 
     optimizer: Optimizer
+    args: tuple[Any, ...] = ()
+    kwargs: tuple[tuple[str, Any], ...] = ()
 
     def repeat(self) -> None:
-        self.optimizer.step()
+        self.optimizer.step(*self.args, **dict(self.kwargs))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from gradsync_fx.collectives import OwnCollectives
 from gradsync_fx.eager.deeds import Deed, Schedule, Update
 from gradsync_fx.eager.discovery import Found
 from gradsync_fx.errors import CaptureError, OptionError
-from gradsync_fx.optimizer_state import parameters_of
+from gradsync_fx.optimizer_state import in_groups, parameters_of
 from gradsync_fx.options import Options
 from gradsync_fx.planning import Setting, find_setting, part_of
 from gradsync_fx.ranks import EAGER
@@ -143,7 +143,10 @@ class EagerStep:
         return {name: number for number in reversed(numbers) for name in self.held_by(number)}
 
     def held_by(self, number: int) -> frozenset[str]:
-        held = parameters_of(self.capture.optimizers[number])
+        optimizers = self.capture.optimizers
+        mine = set(map(id, in_groups(optimizers[number])))
+        others = {id(p) for o in optimizers for p in in_groups(o)} - mine
+        held = [p for p in parameters_of(optimizers[number]) if id(p) not in others]
         return frozenset(self.name_of[id(p)] for p in held if id(p) in self.name_of)
 
     def number_of(self, optimizer: Optimizer) -> int:

@@ -3,7 +3,8 @@
                     accumulate call                         boundary
 backward            as always                               as always
 clip_grad_norm_     nothing; the norm is NaN                the window's gradient is reduced, then as always
-optimizer.step()    its gradients are terms of the window   the window's gradient is reduced, then as always
+optimizer.step()    its gradients are terms of the window;  the window's gradient is reduced, then as always
+                    the result is None
 zero_grad()         `.grad` becomes None                    `.grad` becomes None
 scheduler.step()    nothing                                 at the end of the step
 ddp(x)              ddp.module(x): its reducer never fires
@@ -30,7 +31,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from gradsync_fx._torch import total_norm
 from gradsync_fx.controls import TRACED
-from gradsync_fx.optimizer_state import parameters_of
+from gradsync_fx.optimizer_state import in_groups
 from gradsync_fx.threads import EAGER_CALLS, in_this_thread
 
 
@@ -40,7 +41,9 @@ class Answers(Protocol):
     def backward(self, run: Callable[[], None], losses: Any) -> None: ...
     def norm(self, held: list[torch.Tensor], run: Callable[[Any], Any], how: Any) -> Any: ...
     def clip(self, function: Any, parameters: Any, run: Callable[[], Any], how: Any) -> None: ...
-    def update(self, optimizer: Optimizer, run: Callable[[], Any], closure: Any) -> None: ...
+    def update(
+        self, optimizer: Optimizer, run: Any, closure: Any, args: Any, kwargs: Any
+    ) -> Any: ...
     def schedule(self, scheduler: Any, args: Any, kwargs: Any) -> None: ...
     def weigh(self, weight: Any) -> None: ...
     def scaler(self, scaler: GradScaler, name: str) -> None: ...
@@ -94,11 +97,12 @@ def watching(
             answers.clip(plain_clip_value, held, run_held, {"clip_value": clip_value})
 
         def no_gradients(run: Any, owner: Any, *args: Any, **kwargs: Any) -> None:
-            for p in owner.parameters() if isinstance(owner, nn.Module) else parameters_of(owner):
+            for p in owner.parameters() if isinstance(owner, nn.Module) else in_groups(owner):
                 p.grad = None
 
-        def step(run: Any, owner: Any, *args: Any, **kwargs: Any) -> None:
-            answers.update(owner, run, args[0] if args else kwargs.get("closure"))
+        def step(run: Any, owner: Any, *args: Any, **kwargs: Any) -> Any:
+            first = args[0] if args and callable(args[0]) else kwargs.get("closure")
+            return answers.update(owner, run, first, args, kwargs)
 
         def schedule(run: Any, owner: Any, *args: Any, **kwargs: Any) -> None:
             answers.schedule(owner, args, kwargs)

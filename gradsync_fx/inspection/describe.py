@@ -98,6 +98,8 @@ def _region(captured: CapturedStep, node: Node, origin: Node | None) -> str:
         return "optimizer" if node.meta.get("made_by") == "inline_updates" else "gradient sync"
     if origin.target is torch.ops.aten.copy_.default and origin in captured.regions.boundary_writes:
         return "optimizer"
+    if origin.target is ops.UPDATE:
+        return "optimizer"
     if origin in captured.regions.beyond:
         return (
             "gradient sync" if ops.is_collective(origin) or origin.target is ops.WAIT else "other"

@@ -27,6 +27,7 @@ def _of(captured: CapturedStep, options: Options) -> Iterator[str]:
     yield from _unsynchronised(captured)
     yield from _divided_twice(captured, options)
     yield from _no_sync(captured)
+    yield from (str(b.opaque) for b in captured.bindings.values() if b.opaque is not None)
     yield from of_objects(captured.capture)
 
 

@@ -3,6 +3,7 @@
 update(h, which, params, grads) -> params'     becomes calls of the update's bodies, submodules of the program: one for
                                                each parameter, where they are independent. State tensors and host
                                                scalars become inputs, and new state becomes writes.
+An opaque update's marker stays: the program is cut there (stages.py).
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ def inline_updates(draft: Draft, plan: Plan) -> None:
             continue
         marker = draft.of[step_node]
         key = update_key(step_node)
+        if key in plan.opaque:
+            marker.meta["opaque"] = plan.opaque[key]
+            marker.meta["parameters"] = [plan.names[id(p)] for p in plan.opaque[key].parameters]
+            continue
         update = plan.updates[key]
         label = type(update.optimizer).__name__
         states = []

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import gradsync_fx
 from tests.scenarios.disagreement import refusal
@@ -41,11 +40,6 @@ def _prepared(how: str, rank: int) -> tuple[Any, Any]:
         model = parallelize_module(model, mesh, {"0": ColwiseParallel()})
     elif how == "pipeline":
         return _pipeline(model[rank], rank), torch.optim.SGD(model[rank].parameters(), lr=0.1)
-    elif how == "ZeroRedundancyOptimizer":
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-        model = DistributedDataParallel(model)
-        return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
