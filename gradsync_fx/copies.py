@@ -169,8 +169,10 @@ class _Copier:
     def _function(self, function: FunctionType) -> FunctionType:
         if function.__code__.co_filename.startswith(OTHERS):
             return function
+        # Without the module's name: Dynamo would look a global of an imported module up in the module itself.
+        theirs_all = function.__globals__
         namespace = self._namespaces.setdefault(
-            id(function.__globals__), dict(function.__globals__)
+            id(theirs_all), {n: v for n, v in theirs_all.items() if n != "__name__"}
         )
         cells = tuple(CellType() for _ in function.__closure__ or ())
         mine = FunctionType(

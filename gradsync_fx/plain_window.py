@@ -91,6 +91,7 @@ def _call(step: Copy, args: Any, kwargs: Any, noted: Noted, totals: list[Gradien
     plain_backward = torch.autograd.backward
 
     def backward(losses: Any, *more: Any, **named: Any) -> None:
+        _refuse_originals(losses, step)
         before = [p.grad for p in parameters]
         for p in parameters:
             p.grad = None
@@ -127,6 +128,29 @@ def _call(step: Copy, args: Any, kwargs: Any, noted: Noted, totals: list[Gradien
         for owner, name, new in patches:
             enter(mock.patch.object(owner, name, in_this_thread(new, getattr(owner, name))))
         return step.function(*args, **kwargs)
+
+
+def _refuse_originals(losses: Any, step: Copy) -> None:
+    """Raises `WindowError` where gradients would go to a parameter that is none of the copies: the user's own."""
+    known = {id(p) for p in step.parameters.values()}
+    held = [losses] if isinstance(losses, torch.Tensor) else list(losses)
+    stack = [loss.grad_fn for loss in held if loss.grad_fn is not None]
+    seen = set()
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        stack.extend(below for below, _ in node.next_functions if below is not None)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, torch.nn.Parameter) and id(leaf) not in known:
+            raise WindowError(
+                "self_check",
+                seen=f"the step trains a parameter of shape {tuple(leaf.shape)} that it was not found to touch: a copy "
+                "of the step would train the original",
+                wanted="parameters that arguments, closures, or globals of the step's own functions lead to",
+                fix="pass model and optimizer to the step as arguments",
+            )
 
 
 def _inner(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:

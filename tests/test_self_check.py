@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 import gradsync_fx
 from gradsync_fx.errors import VerificationError, WindowError
+from tests import trained_elsewhere
 from tests.drive import plain_step, quick
 from tests.models import Convnet, TinyGPT, mlp
 from tests.optimizers import OPTIMIZERS, adamw, sgd
+from tests.refusals import refused
 from tests.scenarios import checked
 from tests.workers import Ranks
 
@@ -194,3 +196,20 @@ def test_a_difference_on_one_rank_is_told_to_all(ranks: Ranks) -> None:
     for equal, text, _ in ranks(checked.one_wrong):
         assert not equal
         assert "NOT equal" in text
+
+
+def test_globals_of_an_imported_module() -> None:
+    """Copied with the step; those behind a module's name are refused. Neither way are the originals trained."""
+
+    def through_the_module(x: Tensor, y: Tensor) -> Tensor:
+        return trained_elsewhere.train_step(x, y)
+
+    before = copy.deepcopy(trained_elsewhere.model.state_dict())
+    batch = torch.randn(4, 6), torch.randn(4, 1)
+    assert quick(trained_elsewhere.train_step, 2).self_check(*batch).equal
+    step = quick(through_the_module, 2)
+    error = refused(gradsync_fx.WindowError, "self_check", lambda: step.self_check(*batch))
+    assert "pass model and optimizer" in error.fix
+    for name, value in trained_elsewhere.model.state_dict().items():
+        assert torch.equal(value, before[name])
+    assert all(p.grad is None for p in trained_elsewhere.model.parameters())
