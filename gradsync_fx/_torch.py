@@ -68,8 +68,9 @@ try:
     from torch._dynamo.convert_frame import compile_lock
     from torch._dynamo.exc import TorchDynamoException, Unsupported
     from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.side_effects import SideEffects
     from torch._dynamo.source import ConstantSource
-    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+    from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
     from torch._dynamo.utils import counters as dynamo_counters
     from torch._dynamo.variables import builder as dynamo_builder
     from torch._dynamo.variables.base import VariableTracker
@@ -171,6 +172,8 @@ NEEDED: tuple[tuple[Any, str], ...] = (
     (UserDefinedObjectVariable, READ_ATTRIBUTE),
     (TensorVariable, "method_backward"),
     (TensorVariable, "_collect_backward_inputs"),
+    (InstructionTranslator, "current_tx"),
+    (SideEffects, "store_attr"),
     (InstructionTranslatorBase, "call_function"),
     (InstructionTranslatorBase, "_load_attr"),
     (InstructionTranslatorBase, "_format_value"),
@@ -325,6 +328,7 @@ __all__ = [
     "LazyVariableTracker",
     "Unsupported",
     "LoggingLoggerVariable",
+    "InstructionTranslator",
     "InstructionTranslatorBase",
     "DebuggingVariable",
     "ConstDictVariable",
@@ -344,6 +348,7 @@ __all__ = [
     "OptimizerVariable",
     "PlainArithmetic",
     "ShapeEnv",
+    "SideEffects",
     "StatelessSymbolicContext",
     "SymNodeVariable",
     "TensorVariable",

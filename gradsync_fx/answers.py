@@ -44,11 +44,13 @@ from gradsync_fx._torch import (
     read_attribute,
 )
 from gradsync_fx.controls import TRACED
+from gradsync_fx.gradient_values import check_assigned
 from gradsync_fx.in_place import refuse_overwritten
 from gradsync_fx.later import check_appended, give_behind, result_unused
 from gradsync_fx.observed import (
     HostCall,
     NoSync,
+    call,
     const,
     is_none,
     line_of,
@@ -78,11 +80,6 @@ class Call(VariableTracker):
     def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
         observed().answered += 1
         return self.answer(tx, self.owner, list(args), dict(kwargs))
-
-
-def call(tx: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Dynamo's variable for the result of a function, the arguments being variables, too."""
-    return VariableTracker.build(tx, function).call_function(tx, list(args), kwargs)
 
 
 def note(tx: Any, value: Any, role: Role, index: int = 0) -> None:
@@ -308,6 +305,7 @@ def _end(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     What an input has there is no window's: the input gets it, as from eager PyTorch.
     """
     check_appended(tx)
+    check_assigned(tx)
     for optimizer in observed().optimizers:
         _check_groups(tx, optimizer)
     _, keep = (a.as_python_constant() for a in args)  # the demand becomes a guard by being read

@@ -9,7 +9,7 @@ from unittest import mock
 
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsync_fx import answers, in_place, later
+from gradsync_fx import answers, gradient_values, in_place, later
 from gradsync_fx._torch import (
     FORMATS_NUMBERS,
     READ_ATTRIBUTE,
@@ -18,6 +18,7 @@ from gradsync_fx._torch import (
     InstructionTranslatorBase,
     LoggingLoggerVariable,
     OptimizerVariable,
+    SideEffects,
     UserDefinedObjectVariable,
     aot_graphs,
     dynamo_builder,
@@ -55,6 +56,7 @@ def intercepting(fresh: Observed) -> Iterator[Observed]:
             (dynamo_builder, "is_int_specialization_case", answers.stays_constant),
             (aot_graphs, "_apply_tensorify_python_scalars", later.keep_numbers),
             (CollectiveFunctionRewriteVariable, "call_function", in_place.call_function),
+            (SideEffects, "store_attr", gradient_values.store_attr),
             (DebuggingVariable, "call_function", later.debugging_call),
             (LoggingLoggerVariable, "call_method", later.logger_call),
         ):

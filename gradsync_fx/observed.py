@@ -12,10 +12,16 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.fx import Node
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradsync_fx._torch import ConstantVariable, GradModeVariable, read_attribute
+from gradsync_fx._torch import (
+    ConstantVariable,
+    GradModeVariable,
+    VariableTracker,
+    read_attribute,
+)
 from gradsync_fx.errors import CaptureError
 from gradsync_fx.ops import OURS
 
@@ -70,7 +76,8 @@ class Observed:
     demanded: parameters that receive a gradient in any case, and no others do; empty for an ordinary trace. behind:
     call sites that wait for the program's end, as an earlier trace stopped at them (later.py); could_wait: where this
     one stopped. in_place: collectives that write their argument. inputs: leaves that are data of the call. read_lists:
-    lists (by id) that are appended to, and read. answered: calls with an answer so far.
+    lists (by id) that are appended to, and read. assigned: gradients that are values, each with its version and the
+    line where it went into `.grad`; made_of_gradients: whether a node is made of one. answered: calls with an answer.
     """
 
     demanded: tuple[torch.Tensor, ...] = ()
@@ -94,6 +101,8 @@ class Observed:
     moved: list[str] = field(default_factory=list)
     in_place: list[str] = field(default_factory=list)
     inputs: list[torch.Tensor] = field(default_factory=list)
+    assigned: list[tuple[Any, int, str]] = field(default_factory=list)
+    made_of_gradients: dict[Node, bool] = field(default_factory=dict)
     appended: list[Any] = field(default_factory=list)
     could_wait: CallSite | None = None
     answered: int = 0
@@ -126,6 +135,8 @@ class Observed:
             self.moved.clear()
             self.in_place.clear()
             self.inputs.clear()
+            self.assigned.clear()
+            self.made_of_gradients.clear()
             self.appended.clear()
             self.declared.clear()
         return self
@@ -184,6 +195,11 @@ def refuse(
 def refuse_as(tx: Any, error: CaptureError) -> NoReturn:
     """Ends the trace with the parts of an error that is known."""
     refuse(tx, error.culprit, seen=error.seen, wanted=error.wanted, fix=error.fix)
+
+
+def call(tx: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Dynamo's variable for the result of a function, the arguments being variables, too."""
+    return VariableTracker.build(tx, function).call_function(tx, list(args), kwargs)
 
 
 def const(value: object) -> Any:

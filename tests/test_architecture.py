@@ -57,6 +57,7 @@ LAYERS = [
     [
         "later",
         "drift",
+        "gradient_values",
         "in_place",
         "opaque",
         "replicas",

@@ -29,13 +29,12 @@ from gradsync_fx.answers import (
     Answers,
     Value,
     after_update,
-    call,
     guard_identity,
     no_sync,
     optimizer_step,
     optimizer_zero_grad,
 )
-from gradsync_fx.observed import Declared, const, is_none, line_of, observed, refuse
+from gradsync_fx.observed import Declared, call, const, is_none, line_of, observed, refuse
 
 
 _SHARDED = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
