@@ -29,6 +29,7 @@ EXAMPLES = (
     "finetune_bert.py",
     "token_weighted.py",
     "resume_mid_window.py",
+    "private_digits.py",
 )
 # What these two print in the end; they look at steps, and train nothing.
 LOOKING = {"inspect_step.py": "speed-up", "diagnose_loop.py": "looks right"}
@@ -116,6 +117,7 @@ def check(name: str, printed: str, *, quick: bool = True) -> None:
         "train_digits.py": rf"epoch {2 if quick else 8}: loss \d\.\d+, ",
         "finetune_bert.py": rf"epoch {1 if quick else 6}: loss \d\.\d+, ",
         "token_weighted.py": r'reduction="mean": \d',
+        "private_digits.py": rf"epoch {2 if quick else 8}: test accuracy 0\.[5-9]",
         "resume_mid_window.py": rf"after call {12 if quick else 60}: bitwise",
     }
     assert len(re.findall(last[name], printed)) == 1, printed
