@@ -13,6 +13,7 @@ from gradsync_fx.program import writes
 
 
 _aten = torch.ops.aten
+_ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 # Of a list by one number or one tensor without dimensions, as clipping does.
 _OF_LISTS = {
     _aten._foreach_mul.Tensor: _aten.mul.Tensor,
@@ -28,6 +29,7 @@ def canonicalize(module: GraphModule) -> None:
     copy(a, b)                   -> b               where shape, dtype and device agree (functionalised in-place
                                                     writes: `dist.all_reduce(grad)`), unless b is an input that is
                                                     written: whoever reads it then may read it behind that write
+    all_gather(number)           -> all_gather(unsqueeze(number, 0))        gloo gathers nothing without dimensions
     foreach_mul([a, b], c)[i]    -> mul(a, c)       a gradient's scaling depends on the one gradient that it scales
     """
     graph = module.graph
@@ -39,6 +41,13 @@ def canonicalize(module: GraphModule) -> None:
         if (onto.shape, onto.dtype, onto.device) == (source.shape, source.dtype, source.device):
             node.replace_all_uses_with(argument(node, 1))
             graph.erase_node(node)
+    for node in graph.find_nodes(op="call_function", target=_ALL_GATHER):
+        number = argument(node, 0)
+        if not number.meta["val"].dim():
+            with graph.inserting_before(node):
+                row = graph.call_function(_aten.unsqueeze.default, (number, 0))
+            row.meta.update(number.meta, val=number.meta["val"].unsqueeze(0))
+            node.replace_input_with(number, row)
     for many, one in _OF_LISTS.items():
         for node in graph.find_nodes(op="call_function", target=many):
             if any(item.target is not operator.getitem for item in node.users):

@@ -68,6 +68,7 @@ class Capture:
 
 
 _serial = itertools.count()
+_NO_NOTES = torch.empty(0)  # handed to torch where notes end, by which it knows an output
 OnCapture = Callable[[Capture], Callable[[list[Any]], Any]]
 
 
@@ -177,7 +178,8 @@ def _functional(
                 ready.append(on_capture(capture))
             given = list(args)
             args.clear()
-            return ready[0](given)
+            # torch marks the sizes of all outputs once one of them has a symbolic size: the end of the notes, too.
+            return [_NO_NOTES if value is None else value for value in ready[0](given)]
 
         boxed._boxed_call = True  # type: ignore[attr-defined]
         return boxed

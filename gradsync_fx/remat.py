@@ -26,7 +26,7 @@ from torch.fx import GraphModule, Node, map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
 from gradsync_fx import ops
-from gradsync_fx._torch import functorch_config
+from gradsync_fx._torch import functorch_config, tree_map_only
 from gradsync_fx.errors import CaptureError
 
 
@@ -74,6 +74,7 @@ def rematerialize(module: GraphModule) -> None:
             with module.graph.inserting_before(reader):
                 copies[node] = module.graph.node_copy(node, partial(_replaced, copies))
             copies[node].meta["autograd_backward"] = True
+            copies[node].meta["val"] = _own_value(copies[node])
         reader.args = map_arg(reader.args, partial(_replaced, copies))
         reader.kwargs = map_arg(reader.kwargs, partial(_replaced, copies))
     module.graph.lint()
@@ -82,6 +83,23 @@ def rematerialize(module: GraphModule) -> None:
 
 def _replaced(copies: dict[Node, Node], node: Node) -> Node:
     return copies.get(node, node)
+
+
+def _own_value(copy: Node) -> Any:
+    """The fake value of what is computed again: memory of its own, and a view is one of its own source.
+
+    What shared a storage with the forward's value would be an alias of it to compilers.
+    """
+    schema = getattr(copy.target, "_schema", None)
+    if copy.target is operator.getitem or (
+        schema is not None and any(result.alias_info is not None for result in schema.returns)
+    ):
+        target: Any = copy.target
+        args, kwargs = map_arg((copy.args, copy.kwargs), lambda n: n.meta["val"])
+        return target(*args, **kwargs)
+    return tree_map_only(
+        torch.Tensor, lambda t: t.new_empty_strided(t.size(), t.stride()), copy.meta["val"]
+    )
 
 
 def _backward(node: Node) -> bool:

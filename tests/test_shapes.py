@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from tests.drive import drive, plain_step, quick, step_of
 from tests.eagerly import programs
@@ -89,6 +90,26 @@ def test_sequences_of_other_lengths() -> None:
     for mine, its in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(mine, its, atol=1e-5, rtol=0)
     assert counts[1:] == [counts[1]] * 3
+
+
+def test_returned_values_and_gradients_of_inputs_have_the_size_of_their_call() -> None:
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        out: Tensor = model(x)
+        nn.functional.mse_loss(out, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return out
+
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    ours = quick(step, 2)
+    for x, y in batches(4, 4, 3, 5, 2):
+        given, wanted = x.clone().requires_grad_(), x.clone().requires_grad_()
+        right = model(wanted)
+        (gradient,) = torch.autograd.grad(nn.functional.mse_loss(right, y), wanted)
+        torch.testing.assert_close(ours(model, optimizer, given, y), right.detach())
+        torch.testing.assert_close(given.grad, gradient)
+    ours.flush()
 
 
 @pytest.mark.gloo

@@ -55,6 +55,13 @@ def gathered_in_place(rank: int, model: nn.Module, out: Tensor, loss: Tensor) ->
     return seen.sum() if rank == 0 else None
 
 
+def gathered_numbers(rank: int, model: nn.Module, out: Tensor, loss: Tensor) -> Tensor | None:
+    """Without dimensions."""
+    seen = [torch.zeros(()) for _ in range(2)]
+    dist.all_gather(seen, loss.detach())
+    return torch.stack(seen).sum() if rank == 0 else None
+
+
 def thrown_away(rank: int, model: nn.Module, out: Tensor, loss: Tensor) -> Tensor | None:
     """Nobody uses it."""
     funcol.reduce_scatter_tensor(out.detach(), "sum", 0, _world())
@@ -62,7 +69,8 @@ def thrown_away(rank: int, model: nn.Module, out: Tensor, loss: Tensor) -> Tenso
 
 
 METRICS: dict[str, Act] = {
-    f.__name__: f for f in (averaged_loss, largest, gathered, gathered_in_place, thrown_away)
+    f.__name__: f
+    for f in (averaged_loss, largest, gathered, gathered_in_place, gathered_numbers, thrown_away)
 }
 
 
