@@ -98,14 +98,14 @@ def _compare_counts(program: Program, what: str, meant: Counter[Term], done: Cou
 
 
 def _check_storages(program: Program, module: GraphModule) -> None:
-    """Inductor takes two fake values of one storage for views of each other."""
+    """Inductor takes two fake values of one storage for views of each other. What was traced is as torch made it."""
     owner: dict[StorageWeakRef, str] = {}
     for node in module.graph.nodes:
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor) or may_share(node.target):
             continue
         storage = StorageWeakRef(value.untyped_storage())
-        if storage in owner and node.op != "placeholder":
+        if storage in owner and node.op != "placeholder" and "origin" not in node.meta:
             raise _fault(
                 program, f"the fake value of {node.name} shares the storage of {owner[storage]}'s"
             )
