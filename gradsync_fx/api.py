@@ -36,6 +36,7 @@ from gradsync_fx.lost import NamedLosses
 from gradsync_fx.lowering import decompositions
 from gradsync_fx.options import Options
 from gradsync_fx.parallelism import refuse_other_parallelism
+from gradsync_fx.refusals import no_copies
 from gradsync_fx.saving import load, load_file, save, save_file
 from gradsync_fx.self_check import Verdict, check
 from gradsync_fx.threads import OneAtATime
@@ -161,6 +162,9 @@ class OptimizedStep:
         """Drops the open window; `micro_step` keeps counting."""
         with self._one_thread.held():
             discard(self._executor)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise no_copies()
 
     def state_dict(self) -> dict[str, Any]:
         """Counters, accumulators by parameter name, k, world size: plain tensors and numbers.

@@ -5,8 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gradsync_fx.errors import WindowError
+from gradsync_fx.errors import StateError, WindowError
 from gradsync_fx.options import Options, check_steps
+
+
+def no_copies() -> StateError:
+    """Of an optimized step: a copy would share the model with the original, and not its window."""
+    return StateError(
+        "an optimized step",
+        seen="it is copied or pickled (deepcopy, torch.save, pickle): its programs hold this process's tensors",
+        wanted="its state, or an optimized step of its own for each model",
+        fix="save step.state_dict() (or step.save(path)), and load it into gradsync_fx.optimize(train_step, ...)",
+    )
 
 
 def nothing_captured(what: str) -> WindowError:

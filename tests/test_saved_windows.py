@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import gradsync_fx
 from gradsync_fx import StateError
 from tests.drive import plain_step, quick
 from tests.models import mlp
 from tests.optimizers import Counting
 from tests.reference import regression
+from tests.refusals import refused
 
 
 def fresh(counting: bool = False) -> tuple[nn.Module, Any, Any]:
@@ -135,3 +139,19 @@ def test_a_window_of_two_branches_goes_on_where_only_one_was_seen(prepared: bool
     theirs.step()
     for mine, its in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(mine, its, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "way", [copy.copy, copy.deepcopy, pickle.dumps, lambda s: torch.save(s, io.BytesIO())]
+)
+def test_a_step_itself_is_not_copied(way: Callable[[object], object]) -> None:
+    """Before its first call and inside a window; the model that it trains is copied as ever."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = quick(plain_step, 2)
+    for _ in range(2):
+        error = refused(gradsync_fx.StateError, "an optimized step", lambda: way(step))
+        assert "state_dict" in error.fix
+        step(model, optimizer, torch.randn(4, 8), torch.randn(4, 1))
+    way(model)
+    step.discard()
