@@ -302,7 +302,7 @@ class Maker:
         self.rules.append(asked.update)
         which = list(range(len(gradients)))
         params, grads = list(given.values()), list(gradients.values())
-        update = self.emit(ops.UPDATE, len(self.optimizers) - 1, which, params, grads)
+        update = self.emit(ops.UPDATE, len(self.optimizers) - 1, which, params, grads, "")
         self.updates[update] = len(self.optimizers) - 1
         for i, leaf in enumerate(gradients):
             self.new[leaf] = self.emit(operator.getitem, update, i)

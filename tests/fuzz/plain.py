@@ -30,6 +30,7 @@ class Window:
     slots: int = 0
     weight: float = 0.0
     sums: dict[str, Tensor] = field(default_factory=dict)
+    fed: set[int] = field(default_factory=set)  # ranks that had data
 
 
 class Plain:
@@ -42,13 +43,19 @@ class Plain:
         buffers = {name: b.clone() for name, b in self.model.named_buffers()}
         self.buffers = [{n: b.clone() for n, b in buffers.items()} for _ in range(case.ranks)]
         self.first_rank = buffers
+        self.source = 0  # whose buffers count: the first rank that has data
         self.traces = [Trace() for _ in range(case.ranks)]
 
     def do(self, do: Do) -> None:
         if do.what == "call":
             self.call(do)
-        elif do.what == "flush" and self.window.slots:
-            self.update()
+        elif do.what == "flush":
+            if self.window.slots:
+                self.update()
+            if self.case.broadcast_buffers != "never":
+                for rank in range(self.case.ranks):
+                    self.give(rank, self.buffers[self.source])
+                self.fresh = [False] * self.case.ranks
         elif do.what == "discard":
             self.window = Window()
         elif do.what == "steps" and not self.window.slots:
@@ -56,9 +63,11 @@ class Plain:
 
     def call(self, do: Do) -> None:
         setting = self.case.broadcast_buffers
+        self.window.fed |= {rank for rank, runs in enumerate(do.runs) if runs}
         if setting == "every" and any(do.runs):
+            self.source = min(self.window.fed)
             for rank in range(self.case.ranks):
-                self.give(rank, self.buffers[0])
+                self.give(rank, self.buffers[self.source])
         for rank, runs in enumerate(do.runs):
             if runs and setting == "window_start" and self.fresh[rank]:
                 self.give(rank, self.first_rank)
@@ -95,6 +104,7 @@ class Plain:
 
     def update(self) -> None:
         window, self.window = self.window, Window()
+        self.source = min(window.fed, default=self.source)
         if not window.weight or not window.sums:
             return
         summing = self.case.reduction == "sum"
@@ -109,7 +119,7 @@ class Plain:
             self.scheduler.step()
         if self.case.broadcast_buffers == "window_start":
             self.fresh = [True] * self.case.ranks
-            self.first_rank = {name: b.clone() for name, b in self.buffers[0].items()}
+            self.first_rank = {name: b.clone() for name, b in self.buffers[self.source].items()}
         for rank, trace in enumerate(self.traces):
             self.see(rank)
             trace.updates.append(snapshot(self.model))

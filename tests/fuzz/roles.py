@@ -130,7 +130,7 @@ class Roles:
         target, value = write.args[:2]
         kind, role = self.kinds[target], self.of[value]  # type: ignore[index]
         each_call = kind is Kind.BUFFER and role.data
-        return kind is Kind.PARAMETER or role.gradient or (role.updated and not each_call)
+        return role.gradient or (role.updated and not each_call)
 
     def tail_gives(self, node: Node) -> bool:
         """Whether an update without a micro-step has this output."""

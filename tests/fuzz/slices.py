@@ -178,6 +178,8 @@ class Windows:
         if closing:
             return
         allowed = {Kind.ACCUMULATOR, Kind.WEIGHT, Kind.BUFFER, Kind.DATA}
+        if any(not self.roles.written_at_the_boundary(w) for w in self.roles.writes):
+            allowed.add(Kind.PARAMETER)  # the forward writes it
         assert {kind[w.args[0]] for w in writes(module)} <= allowed  # type: ignore[index]
         assert Kind.STATE not in kind.values()
         groups = [n.args[2] for n in nodes if n.target is ops.ALL_REDUCE]

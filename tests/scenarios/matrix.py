@@ -26,6 +26,11 @@ import gradsync_fx
 
 Row = dict[str, Any]
 ROWS = 6  # of a micro-batch
+EXPECTED = (
+    "lr_scheduler.step",  # the other optimizer's scheduler, ahead of its own first window's end
+    "bf16 and fp16 are mixed",  # Inductor, of Muon's products beside a float16 wire
+    "without a single term",  # a last window that holds nothing finite makes no update
+)
 DTYPES = {"float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -320,10 +325,10 @@ def combination(rank: int, row: Row) -> dict[str, Any]:
     torch.manual_seed(0)
     model = MODELS[row["model"]]()
     events = run_of(row, world)
-    wanted = truth(row, world, events, copy.deepcopy(model))
     with warnings.catch_warnings():
-        if row["optimizer"] == "two windows":
-            warnings.filterwarnings("ignore", ".*lr_scheduler.step.*")
+        for known in EXPECTED:
+            warnings.filterwarnings("ignore", f".*{known}")
+        wanted = truth(row, world, events, copy.deepcopy(model))
         got = ours(row, rank, events, model)
     # A rank whose data has ended sees nothing between that and its flush.
     wanted = [*wanted[: len(got) - 1], wanted[-1]]
