@@ -5,8 +5,9 @@ gradient marker   the running gradient of a leaf; the window's sum is spliced in
 beyond            nodes that depend on a gradient: clipping, norms, hand-written reductions, the update
 writes            every call, unless the value depends on a gradient or on the update; then boundary. (A buffer fed by
                   data through updated parameters, as batch statistics in a GAN step, is written on every call, computed
-                  from the parameters as they are.) A parameter that is written in forward and updated behind it has
-                  both: on every call what the update would be given (early_writes)
+                  from the parameters as they are.) What a parameter becomes of itself alone (a decay, a projection):
+                  the boundary. One that forward writes from data, and that is updated behind that, has both: on every
+                  call what the update would be given (early_writes)
 outputs           likewise: what depends on a gradient, or on the update alone, is the boundary's
 tail              an update without a micro-step reads the user's own tensors (tail_data: an average of the weights, its
                   decay), and gives those outputs of the boundary that read none (tail_outputs: a clipped norm)
@@ -112,11 +113,12 @@ def find_regions(step: Step) -> Regions:
         kind, value = kinds[argument(write, 0)].kind, argument(write, 1)
         each_call = kind is Kind.BUFFER and value in from_data
         depends = value in reads_gradient or (value in after_update and not each_call)
-        if depends:
+        # A decay, a projection: what a parameter becomes of itself alone belongs to its update.
+        alone = kind is Kind.PARAMETER and value not in from_data
+        if depends or alone:
             boundary[write] = nearest.of(value)
             given = _given_to_update(value)
-            waiting = given in after_update or given in reads_gradient
-            if given is not argument(write, 0) and not waiting:
+            if given in from_data and given not in reads_gradient:
                 early.add(write)
 
     def waits(value: Node) -> bool:

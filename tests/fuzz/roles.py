@@ -72,7 +72,9 @@ class Roles:
         self.apart = made.sketch.apart and self._separable()
 
     def _live(self, out: Node) -> set[Node]:
-        live, stack = set[Node](), [out, *self.writes]
+        # Collectives are effects: they stay, whoever uses their results.
+        sent = [n for n in out.graph.nodes if ops.is_collective(n)]
+        live, stack = set[Node](), [out, *self.writes, *sent]
         while stack:
             node = stack.pop()
             if node not in live:
@@ -130,7 +132,8 @@ class Roles:
         target, value = write.args[:2]
         kind, role = self.kinds[target], self.of[value]  # type: ignore[index]
         each_call = kind is Kind.BUFFER and role.data
-        return role.gradient or (role.updated and not each_call)
+        alone = kind is Kind.PARAMETER and not role.data
+        return alone or role.gradient or (role.updated and not each_call)
 
     def tail_gives(self, node: Node) -> bool:
         """Whether an update without a micro-step has this output."""
