@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsync_fx
+from tests.drive import plain_step, untraceable_step
 from tests.optimizers import sgd
 from tests.scenarios.common import data_of
 
@@ -41,23 +42,6 @@ def _wrapped(model: Parts, how: str) -> nn.Module:
     return model
 
 
-def train_step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
-    loss = nn.functional.mse_loss(model(x), y)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
-
-
-def untraceable_step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
-    loss = nn.functional.mse_loss(model(x), y)
-    if loss.item() > -1:
-        loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
-
-
 def parts(
     rank: int, how: str, k: int, eagerly: bool = False, backend: str = "aot_eager"
 ) -> dict[str, Any]:
@@ -71,7 +55,7 @@ def parts(
     data = data_of(rank, 4, k)
     for half in (data[:2], data[2:]):
         run = gradsync_fx.optimize(
-            untraceable_step if eagerly else train_step, gradient_accumulation_steps=k, **options
+            untraceable_step if eagerly else plain_step, gradient_accumulation_steps=k, **options
         )
         for window in half:
             for batch in window:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsync_fx
+from tests.drive import plain_step, untraceable_step
 from tests.optimizers import sgd
 
 
@@ -28,23 +29,6 @@ def _model(wrap: str) -> nn.Module:
     return DistributedDataParallel(model) if wrap == "ddp" else model
 
 
-def train_step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
-    loss = nn.functional.mse_loss(model(x), y)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
-
-
-def untraceable_step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
-    loss = nn.functional.mse_loss(model(x), y)
-    if loss.item() > -1:
-        loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
-
-
 def uneven(
     rank: int, counts: Sequence[int], k: int, wrap: str, options: dict[str, Any], skips: bool
 ) -> dict[str, Any]:
@@ -54,7 +38,7 @@ def uneven(
     optimizer = sgd(model)
     eagerly = options.get("on_unsupported") == "eager"
     run = gradsync_fx.optimize(
-        untraceable_step if eagerly else train_step,
+        untraceable_step if eagerly else plain_step,
         gradient_accumulation_steps=k,
         **{"backend": "aot_eager", **options},
     )
@@ -84,7 +68,7 @@ def two_epochs(rank: int, k: int) -> list[Tensor]:
     """Epochs that end inside a window, rank 0's first; the statistics go on from the first to the second."""
     model = _model("ddp")
     optimizer = sgd(model)
-    run = gradsync_fx.optimize(train_step, gradient_accumulation_steps=k, backend="aot_eager")
+    run = gradsync_fx.optimize(plain_step, gradient_accumulation_steps=k, backend="aot_eager")
     found = []
     for epoch in range(2):
         for x, y in _data(rank, 3 + 4 * rank):
