@@ -114,6 +114,7 @@ try:
     )
     from torch.fx._lazy_graph_module import _make_graph_module as make_graph_module
     from torch.fx._lazy_graph_module import _use_lazy_graph_module as lazy_graph_modules
+    from torch.fx._symbolic_trace import is_fx_symbolic_tracing
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import (
         DimDynamic,
@@ -374,6 +375,7 @@ __all__ = [
     "inductor_globals",
     "inductor_joint_passes",
     "install_guard",
+    "is_fx_symbolic_tracing",
     "lazy_graph_modules",
     "list_mode_options",
     "lookup_backend",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +13,7 @@ from unittest import mock
 import torch
 from torch.optim import Optimizer
 
-from gradsync_fx._torch import compile_lock
+from gradsync_fx._torch import compile_lock, is_fx_symbolic_tracing
 from gradsync_fx.reached import plain_step
 from gradsync_fx.threads import in_this_thread
 
@@ -50,13 +52,27 @@ def as_when_compiled(optimizer: Optimizer) -> Iterator[None]:
     square = in_this_thread(lambda self: self.pow_(2), torch.Tensor.square_)
     with (
         compile_lock,
-        # For all threads, as torch's own flag: in another one, compiled functions ask it before they run.
-        mock.patch("torch.compiler.is_compiling", return_value=True),
+        mock.patch("torch.compiler.is_compiling", _compiling_here(torch.compiler.is_compiling)),
         # functionalize has no rule for this one composite op.
         mock.patch.object(torch.Tensor, "square_", square),
         mock.patch.dict(home, {k: v for k, v in pair.items() if k not in home}),
     ):
         yield
+
+
+def _compiling_here(plain: Any) -> Any:
+    """`torch.compiler.is_compiling`, true in this thread: an optimizer that runs in another one does so eagerly.
+
+    True there as well where a compiled function asks whether it is being traced: torch's flag for that is one for all
+    threads, and this trace sets it.
+    """
+    mine, tracing = threading.get_ident(), is_fx_symbolic_tracing.__code__
+
+    def is_compiling() -> bool:
+        here = threading.get_ident() == mine
+        return here or sys._getframe(1).f_code is tracing or plain()
+
+    return is_compiling
 
 
 def settle_flavour(group: dict[str, Any], *, capturable: bool) -> None:

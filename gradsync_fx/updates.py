@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from gradsync_fx._torch import counted_by_scheduler, step_hooks
+from gradsync_fx._torch import compile_lock, counted_by_scheduler, step_hooks
 from gradsync_fx.errors import UpdateError
 from gradsync_fx.footprint import Footprint
 from gradsync_fx.opaque import Opaque, given_by
@@ -121,7 +121,7 @@ class Binding:
         state, footprint = self.state(), None
         missing = [i for i, held in state.items() if not held and i not in self._stateless]
         if missing:
-            with self._nothing_drawn():
+            with self._on_stand_ins():
                 footprint = self._foresee(missing)
             state = self.state()
         for known in self._traces:
@@ -129,7 +129,7 @@ class Binding:
                 return known
         if len(self._traces) >= MOST_TRACES[is_torchs(self.optimizer)]:
             raise Unseen("what its code reads changes too often")
-        with self._nothing_drawn():
+        with self._on_stand_ins():
             self._traces.append(self._fresh(state, footprint))
         return self._traces[-1]
 
@@ -148,10 +148,13 @@ class Binding:
         return fresh
 
     @contextmanager
-    def _nothing_drawn(self) -> Iterator[None]:
-        """The optimizer's code runs on stand-ins: random numbers that it draws were not drawn."""
+    def _on_stand_ins(self) -> Iterator[None]:
+        """The optimizer's code runs, in one thread at a time: traces patch what it calls.
+
+        Random numbers that it draws were not drawn.
+        """
         devices = {p.device for p in parameters_of(self.optimizer) if p.device.type == "cuda"}
-        with torch.random.fork_rng(devices=sorted(devices, key=str)):
+        with compile_lock, torch.random.fork_rng(devices=sorted(devices, key=str)):
             yield
 
     def _foresee(self, missing: list[int]) -> Footprint:

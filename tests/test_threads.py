@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import gradsync_fx
+from gradsync_fx.as_compiled import as_when_compiled
 from tests.drive import plain_step, quick
 from tests.models import mlp
 from tests.reference import mse, regression
@@ -48,14 +50,34 @@ def test_two_steps_in_two_threads() -> None:
     """Captured at the same time, then run at the same time: each as if it were alone."""
     before = torchs_own()
     wanted = [trained(i) for i in range(4)]
-    barrier = threading.Barrier(4)
-    with ThreadPoolExecutor(4) as pool:
-        runs = [pool.submit(trained, i, lambda: barrier.wait(PATIENCE)) for i in range(4)]
-        found = [run.result(PATIENCE) for run in runs]
-    for a, b in zip(found, wanted, strict=True):
-        for p, q in zip(a.parameters(), b.parameters(), strict=True):
-            assert torch.equal(p, q)
+    for _ in range(4):  # each time they meet elsewhere
+        barrier = threading.Barrier(4)
+        with ThreadPoolExecutor(4) as pool:
+            runs = [pool.submit(trained, i, partial(barrier.wait, PATIENCE)) for i in range(4)]
+            found = [run.result(PATIENCE) for run in runs]
+        for a, b in zip(found, wanted, strict=True):
+            for p, q in zip(a.parameters(), b.parameters(), strict=True):
+                assert torch.equal(p, q)
     assert torchs_own() == before
+
+
+@pytest.mark.captured
+def test_an_optimizer_of_another_thread_runs_eagerly_beside_a_trace() -> None:
+    """Adam reads its counter as a number where nothing is compiled, and as a tensor of another precision elsewhere."""
+
+    def stepped() -> Tensor:
+        weight = nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.Adam([weight], 0.1)
+        for i in range(3):
+            weight.grad = torch.full((3,), 0.3 + i)
+            optimizer.step()
+        return weight
+
+    wanted, optimizer = stepped(), torch.optim.Adam([nn.Parameter(torch.ones(1))])
+    with as_when_compiled(optimizer), ThreadPoolExecutor(1) as pool:
+        assert torch.compiler.is_compiling()
+        assert not pool.submit(torch.compiler.is_compiling).result(PATIENCE)
+        assert torch.equal(pool.submit(stepped).result(PATIENCE), wanted)
 
 
 @pytest.mark.captured
