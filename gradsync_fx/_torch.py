@@ -89,7 +89,9 @@ try:
     from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
     from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
     from torch._functorch import config as functorch_config
+    from torch._functorch._aot_autograd import graph_capture_wrappers as aot_wrappers
     from torch._functorch._aot_autograd import graph_compile as aot_graphs
+    from torch._functorch._aot_autograd.schemas import MutationType, OutputType
     from torch._functorch.aot_autograd import aot_module_simplified
     from torch._guards import TracingContext, detect_fake_mode, tracing
     from torch._inductor import comms as inductor_comms
@@ -126,6 +128,7 @@ try:
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
     from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
     from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves, tree_map_only
     from torch.utils._sympy.interp import sympy_interp
     from torch.utils._sympy.reference import PythonReferenceAnalysis as PlainArithmetic
@@ -168,6 +171,25 @@ def written_outside() -> list[tuple[int, bool]]:
     ]
 
 
+def inputs_given_back() -> dict[int, int]:
+    """Outputs of the graph that AOTAutograd compiles which are inputs, written in the graph: the input of each.
+
+    Counted behind what `written_outside` names. Seen in 2.13.
+    """
+    context = TracingContext.try_get()
+    found = context.fw_metadata if context is not None else None
+    if found is None:
+        return {}
+    inside = MutationType.MUTATED_IN_GRAPH
+    return {
+        i: base
+        for i, about in enumerate(found.output_info)
+        if about.output_type == OutputType.is_input
+        and (base := about.base_idx) is not None
+        and found.input_info[base].mutation_type == inside
+    }
+
+
 # What is replaced or called while a step is traced, or runs eagerly.
 NEEDED: tuple[tuple[Any, str], ...] = (
     (UserDefinedObjectVariable, READ_ATTRIBUTE),
@@ -180,6 +202,7 @@ NEEDED: tuple[tuple[Any, str], ...] = (
     (InstructionTranslatorBase, "_format_value"),
     (dynamo_builder, "is_int_specialization_case"),
     (aot_graphs, "_apply_tensorify_python_scalars"),
+    (aot_wrappers, "OutputType"),
     (DebuggingVariable, "call_function"),
     (CollectiveFunctionRewriteVariable, "call_function"),
     (inductor_comms, "contains_collective"),
@@ -292,101 +315,3 @@ def summed_sizes(node: Any) -> tuple[int, ...]:
 def is_compiled(module: nn.Module) -> bool:
     """Whether `module.compile()` was called."""
     return getattr(module, "_compiled_call_impl", None) is not None
-
-
-__all__ = [
-    "FORMATS_NUMBERS",
-    "CollectiveFunctionRewriteVariable",
-    "READ_ATTRIBUTE",
-    "OpOverload",
-    "check_names",
-    "communication_hooks",
-    "format_value",
-    "formatted",
-    "free_unbacked_symbols",
-    "group_of_name",
-    "has_hooks",
-    "in_order_with_collectives",
-    "in_place_of_backward",
-    "is_compiled",
-    "leaves_among",
-    "load_attribute",
-    "read_attribute",
-    "saved_factor",
-    "started_collectives",
-    "counted_by_scheduler",
-    "step_hooks",
-    "summed_sizes",
-    "tensorify_numbers",
-    "total_norm",
-    "aot_graphs",
-    "dynamo_builder",
-    "compile_fx",
-    "dynamo",
-    "dynamo_backends",
-    "dynamo_compilers",
-    "StringFormatVariable",
-    "LazyVariableTracker",
-    "Unsupported",
-    "LoggingLoggerVariable",
-    "InstructionTranslator",
-    "InstructionTranslatorBase",
-    "DebuggingVariable",
-    "ConstDictVariable",
-    "BatchNorm",
-    "all_gather_single",
-    "ConstantSource",
-    "ConstantVariable",
-    "DimDynamic",
-    "FAKE_TENSOR_LOG",
-    "FakeStore",
-    "FakeTensor",
-    "FakeTensorMode",
-    "GradModeVariable",
-    "GuardBuilder",
-    "NOT_FOR_OUR_PROGRAMS",
-    "NullContextVariable",
-    "OptimizerVariable",
-    "PlainArithmetic",
-    "ShapeEnv",
-    "SideEffects",
-    "StatelessSymbolicContext",
-    "SymNodeVariable",
-    "TensorVariable",
-    "TorchDynamoException",
-    "TracingContext",
-    "TupleVariable",
-    "UserDefinedObjectVariable",
-    "VariableTracker",
-    "aot_module_simplified",
-    "check_version",
-    "compile_fx_inner",
-    "compile_lock",
-    "compute_unbacked_bindings",
-    "default_store",
-    "detect_fake_mode",
-    "dynamo_config",
-    "dynamo_counters",
-    "dynamo_optimize",
-    "functorch_config",
-    "get_cpp_compiler",
-    "inductor_cache_dir",
-    "inductor_config",
-    "inductor_globals",
-    "inductor_joint_passes",
-    "install_guard",
-    "is_fx_symbolic_tracing",
-    "lazy_graph_modules",
-    "list_mode_options",
-    "lookup_backend",
-    "make_fx",
-    "make_graph_module",
-    "select_decomp_table",
-    "stable_topological_sort",
-    "sympy_interp",
-    "trace_structured",
-    "tracing",
-    "tree_leaves",
-    "tree_map_only",
-    "written_outside",
-]

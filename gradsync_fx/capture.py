@@ -42,7 +42,7 @@ from gradsync_fx.interception import intercepting
 from gradsync_fx.observed import CallSite, Declared, HostCall, Observed, observed, readable
 from gradsync_fx.ops import LEAF_GRAD, OURS, TORCHS, UPDATE, argument
 from gradsync_fx.optimizer_state import parameters_of
-from gradsync_fx.past_autograd import keep_writes
+from gradsync_fx.past_autograd import keep_writes, outputs_in_their_places
 from gradsync_fx.presence import compiling
 from gradsync_fx.program import Kind, Leaf, Slot, Step, writes
 from gradsync_fx.remat import refuse_reentrant, rematerialize, torch_pass_off
@@ -184,7 +184,7 @@ def _functional(
         boxed._boxed_call = True  # type: ignore[attr-defined]
         return boxed
 
-    with torch_pass_off():
+    with torch_pass_off(), outputs_in_their_places():
         compiled = aot_module_simplified(
             module,
             inputs,

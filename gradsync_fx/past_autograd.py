@@ -4,14 +4,28 @@ return (clamp, ...)     AOTAutograd would copy `clamp` into p behind the program
 copy_(p, clamp)         now the write stands in the graph, and belongs to the program that it belongs to
 return (p, ...)         what AOTAutograd copies is p itself
 set_(p, value)          `p.data = value`: a write, where the value has memory of its own and the form of p
+
+Where an output is an input that the graph wrote, AOTAutograd puts the input in its place, counted from the first of
+these writes and not from the outputs behind them (seen in 2.13): another output would be lost. That is done here.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
 import torch
 from torch.fx import GraphModule, Node
 
-from gradsync_fx._torch import OpOverload, written_outside
+from gradsync_fx._torch import (
+    OpOverload,
+    OutputType,
+    aot_wrappers,
+    inputs_given_back,
+    written_outside,
+)
 from gradsync_fx.errors import CaptureError
 from gradsync_fx.observed import readable
 from gradsync_fx.ops import argument
@@ -19,6 +33,12 @@ from gradsync_fx.program import output_values
 
 
 _aten = torch.ops.aten
+
+
+def outputs_in_their_places() -> AbstractContextManager[Any]:
+    """AOTAutograd gives back values, where it would put inputs in the places of outputs."""
+    kinds = SimpleNamespace(**{**OutputType.__members__, OutputType.is_input.name: None})
+    return mock.patch.object(aot_wrappers, "OutputType", kinds)
 
 
 def keep_writes(module: GraphModule, names: list[str]) -> None:
@@ -29,7 +49,10 @@ def keep_writes(module: GraphModule, names: list[str]) -> None:
     holders = module.graph.find_nodes(op="placeholder")
     (out,) = module.graph.find_nodes(op="output")
     values = output_values(module)
-    for place, (index, replaced) in enumerate(written_outside()):
+    outside = written_outside()
+    for output, index in inputs_given_back().items():
+        values[len(outside) + output] = holders[index]
+    for place, (index, replaced) in enumerate(outside):
         holder, value = holders[index], values[place]
         if replaced:
             raise _other_memory(names[index])

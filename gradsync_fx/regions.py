@@ -102,7 +102,8 @@ def find_regions(step: Step) -> Regions:
     # What would depend on a gradient if every update left its parameters as they are.
     reads_gradient = downstream(cuts, without=set(updates))
     kinds = dict(zip(graph.find_nodes(op="placeholder"), step.slots, strict=True))
-    kept = {argument(write, 0) for write in effects}
+    # A tensor that the step keeps (an average, a count) is no data; an input that it changes is.
+    kept = {argument(write, 0) for write in effects} - upstream(cuts)
     from_data = downstream(
         [h for h, slot in kinds.items() if slot.kind is Kind.DATA and h not in kept], without=stops
     )
@@ -120,6 +121,15 @@ def find_regions(step: Step) -> Regions:
             given = _given_to_update(value)
             if given in from_data and given not in reads_gradient:
                 early.add(write)
+    # So does a count that is made of no data and feeds such writes alone: it weighs an average.
+    fed = {write: upstream([argument(write, 1)]) for write in boundary}
+    forward = upstream(cuts)
+    for write in effects:
+        holder, value = argument(write, 0), argument(write, 1)
+        if write not in boundary and not {holder, value} & forward and value not in from_data:
+            readers = [w for w, sources in fed.items() if {holder, value} & sources]
+            if readers:
+                boundary[write] = frozenset[Node]().union(*(boundary[w] for w in readers))
 
     def waits(value: Node) -> bool:
         return value in reads_gradient or (value in after_update and value not in from_data)

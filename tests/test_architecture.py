@@ -11,7 +11,7 @@ import gradsync_fx
 
 ROOT = Path(gradsync_fx.__file__).parent
 LAYERS = [
-    ["errors", "gc_off", "shared_memory", "version"],
+    ["effects", "errors", "gc_off", "shared_memory", "version"],
     [
         "integrity",
         "lost",
@@ -50,6 +50,7 @@ LAYERS = [
         "scaling",
         "eager",
         "eager.deeds",
+        "eager.storages",
         "ranks",
         "remat",
         "diagnosis.events",
@@ -113,7 +114,8 @@ LAYERS = [
     ["passes"],
     ["captured"],
     ["eager.step"],
-    ["eager.call", "eager.watch"],
+    ["eager.effects"],
+    ["eager.call", "eager.following", "eager.watch"],
     ["accumulators", "module_buffers", "copies", "inspection.flops", "inspection.remarks"],
     ["catalogue", "plain_window"],
     ["executor", "inspection.describe", "inspection.uncaptured"],

@@ -161,24 +161,39 @@ def test_an_error_behind_the_reduction_leaves_a_window_that_is_void() -> None:
     refused(gradsync_fx.WindowError, "discard", run.discard)
 
 
-def test_gradients_changed_by_hand_are_refused() -> None:
-    def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> None:
-        loss = mse(model, x, y)
-        loss.backward()
-        if loss.item() > 1e9:
-            raise OverflowError
-        for p in model.parameters():
-            p.grad.clamp_(-0.1, 0.1)
-        optimizer.step()
+def by_hand(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> None:
+    loss = mse(model, x, y)
+    loss.backward()
+    if loss.item() > 1e9:
+        raise OverflowError
+    for p in model.parameters():
+        p.grad.clamp_(-0.1, 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
 
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_gradients_changed_by_hand_are_the_windows(k: int) -> None:
+    model, optimizer = fresh()
+    twin, theirs = fresh()
+    step, windows = eager(by_hand, k), regression(2, k)
+    for batch in (b for window in windows for b in window):
+        step(model, optimizer, *batch)
+
+    def clamp() -> None:
+        for p in twin.parameters():
+            p.grad.clamp_(-0.1, 0.1)  # type: ignore[union-attr]
+
+    accumulation(twin, theirs, windows, before=clamp)
+    for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-6, rtol=0)
+
+
+def test_gradients_changed_by_hand_where_the_step_ends_windows_are_refused() -> None:
     model, optimizer = fresh()
     batch = regression(1, 1)[0][0]
-    refused(
-        gradsync_fx.CaptureError, "gradient of '0.weight'", eager(step), model, optimizer, *batch
-    )
-    eager(step, k=1)(
-        model, optimizer, *batch
-    )  # with one micro-step and one rank it is the window's own
+    step = eager(by_hand, "manual")  # type: ignore[arg-type]
+    refused(gradsync_fx.CaptureError, "gradient of '0.weight'", step, model, optimizer, *batch)
 
 
 def test_sparse_gradients_are_summed() -> None:

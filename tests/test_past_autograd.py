@@ -163,3 +163,101 @@ def test_other_memory_is_refused(other: Callable[[Tensor], Tensor]) -> None:
     batch = torch.randn(4, 8), torch.randn(4, 1)
     error = refused(gradsync_fx.CaptureError, "args.2", lambda: run(model, optimizer, held, *batch))
     assert "copy_" in error.fix
+
+
+class Counted:
+    """An average of the weights whose decay is made of a count, kept as a tensor: in a module, or beside it."""
+
+    def __init__(self, model: nn.Module, buffer: bool) -> None:
+        self.slow = copy.deepcopy(model)
+        self.module = nn.Module()
+        if buffer:
+            self.module.register_buffer("count", torch.zeros(()))
+        else:
+            self.module.count = torch.zeros(())
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        self.module.count += 1
+        decay = 1 - 1 / (1 + self.module.count)  # type: ignore[operator]
+        for slow, p in zip(self.slow.parameters(), model.parameters(), strict=True):
+            slow.lerp_(p, 1 - decay)
+
+
+@pytest.mark.captured
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("buffer", [True, False])
+def test_the_count_of_an_average_goes_up_with_updates(buffer: bool, backend: str) -> None:
+    def step(model: nn.Module, average: Counted, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+        loss = plain_step(model, optimizer, x, y)
+        average.update(model)
+        average.module.calls += 1  # feeds nothing: every call
+        return loss
+
+    model = mlp()
+    twin = copy.deepcopy(model)
+    averages = Counted(model, buffer), Counted(twin, buffer)
+    for average in averages:
+        average.module.register_buffer("calls", torch.zeros(()))
+    mine, theirs = (torch.optim.SGD(m.parameters(), 0.1) for m in (model, twin))
+    run = gradsync_fx.optimize(step, gradient_accumulation_steps=2, backend=backend)
+    data = [(torch.randn(4, 8), torch.randn(4, 1)) for _ in range(7)]
+    for x, y in data:
+        run(model, averages[0], mine, x, y)
+    run.flush()
+    eagerly(step, twin, averages[1], theirs, data, 2)  # type: ignore[arg-type]
+    assert [a.module.count.item() for a in averages] == [4, 4]  # type: ignore[operator]
+    assert [a.module.calls.item() for a in averages] == [7, 4]  # type: ignore[operator]
+    for p, q in zip(averages[0].slow.parameters(), averages[1].slow.parameters(), strict=True):
+        torch.testing.assert_close(p, q, atol=1e-6, rtol=0)
+
+
+@pytest.mark.captured
+def test_an_input_that_the_step_changes_is_data() -> None:
+    """What a parameter becomes of it happens on every call, as of any other input."""
+
+    def step(model: nn.Module, codes: nn.Parameter, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            codes.lerp_(x.mean(0), 0.1)
+        x.mul_(0.5)
+        return plain_step(model, optimizer, x + codes, y)
+
+    model, codes = mlp(), nn.Parameter(torch.zeros(8), requires_grad=False)
+    optimizer, wanted = torch.optim.SGD(model.parameters(), 0.1), torch.zeros(8)
+    run = quick(step, 3)
+    for _ in range(4):
+        x = torch.randn(4, 8)
+        wanted.lerp_(x.mean(0), 0.1)
+        before = x.clone()
+        run(model, codes, optimizer, x, torch.randn(4, 1))
+        torch.testing.assert_close(codes.detach(), wanted)
+        assert torch.equal(x, before * 0.5)
+    run.discard()
+
+
+@pytest.mark.captured
+def test_outputs_keep_their_places_beside_writes_behind_the_graph() -> None:
+    """torch 2.13 gives an input back in the place of another output."""
+
+    class Held:
+        total = torch.zeros(())
+
+    def step(model: nn.Module, held: Held, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+        loss = mse(model, x, y)
+        loss.backward()
+        for p in model.parameters():
+            p.data.mul_(0.9)
+        optimizer.step()
+        optimizer.zero_grad()
+        held.total += y.mean()
+        return loss
+
+    model, held = mlp(), Held()
+    optimizer, run = torch.optim.SGD(model.parameters(), 0.1), quick(step, 2)
+    total = held.total
+    x, y = torch.randn(4, 8), torch.randn(4, 1)
+    wanted = mse(model, x, y).detach()
+    torch.testing.assert_close(run(model, held, optimizer, x, y).detach(), wanted)
+    assert held.total is total
+    torch.testing.assert_close(total, y.mean())
+    run.discard()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from gradsync_fx import scaling
 from gradsync_fx._torch import tree_map_only
 from gradsync_fx.capture import no_optimizer_error
 from gradsync_fx.diagnosis.events import user_line
-from gradsync_fx.eager.deeds import Clip, Deed, Schedule, Update
+from gradsync_fx.eager.deeds import Clip, Deed, Schedule, Update, needed
+from gradsync_fx.eager.effects import Effects, Signs
 from gradsync_fx.eager.step import EagerStep
 from gradsync_fx.errors import CaptureError, GradSyncWarning, ReadBeforeBoundaryError
 from gradsync_fx.opaque import closure_given
@@ -29,14 +31,24 @@ class EagerCall:
     """Answers the calls of watch.py.
 
     closes: whether the window of a part ends with this call. settle: reduces what the window summed for the
-    parameters of one optimizer (its number, and their names); says whether there was anything.
+    parameters of one optimizer (its number, and their names); says whether there was anything. earlier: `signs` of
+    the window's call before, if there was one.
     """
 
     def __init__(
-        self, step: EagerStep, closes: Callable[[int], bool], settle: Settle, *, alone: bool
+        self,
+        step: EagerStep,
+        closes: Callable[[int], bool],
+        settle: Settle,
+        earlier: Signs | None,
+        *,
+        alone: bool,
     ) -> None:
-        self._step, self._closes, self._settle = step, closes, settle
+        self._step, self.closes, self._settle = step, closes, settle
         self._may_change = alone
+        # Where each call is an update of its own, or the step itself says when, its effects are as they stand.
+        as_they_stand = alone or step.options.manual
+        self.effects = None if as_they_stand else Effects(step, self, earlier)
         self.deeds: list[Deed] = []
         self.terms: dict[str, torch.Tensor] = {}
         self._versions: dict[str, int] = {}
@@ -45,6 +57,12 @@ class EagerCall:
         self.updated: dict[int, bool] = {}
         self._as_given: dict[str, tuple[torch.Tensor, int]] = {}
         self._norm: tuple[Any, ...] = ()
+        self._norm_slot = 0
+        self._looked: set[int] = set()
+
+    def paused(self) -> AbstractContextManager[None]:
+        """An answer is made inside: what torch does for it is no effect of the step's own code."""
+        return self.effects.paused() if self.effects is not None else nullcontext()
 
     @property
     def stepped(self) -> set[int]:
@@ -53,7 +71,7 @@ class EagerCall:
 
     def backward(self, run: Callable[[], None], losses: Any) -> None:
         """`torch.autograd.backward`."""
-        for number in self.updated:
+        for number in (*self.updated, *self._looked):
             if number not in self.stepped:
                 raise _read_early(self._step, number)
         for name, term in self.terms.items():
@@ -71,9 +89,15 @@ class EagerCall:
         """The norm inside `clip_grad_norm_`: of the window's gradient, and NaN where there is none yet."""
         names = [self._step.name_of[id(p)] for p in held if id(p) in self._step.name_of]
         self._norm = how
-        if self._reach(self._owners(names)):
-            return run([p.grad for p in held if p.grad is not None])
-        return torch.full((), torch.nan, dtype=held[0].dtype, device=held[0].device)
+        owners = self._owners(names)
+        if self._reach(owners):
+            found = run([p.grad for p in held if p.grad is not None])
+        else:
+            found = torch.full((), torch.nan, dtype=held[0].dtype, device=held[0].device)
+        if self.effects is not None:
+            self._norm_slot = self.effects.new_slot()
+            self.effects.norm(found, owners, self._norm_slot)
+        return found
 
     def clip(self, function: Any, parameters: Any, run: Callable[[], Any], how: Any) -> None:
         """The scaling inside `clip_grad_norm_`, and `clip_grad_value_`."""
@@ -83,7 +107,7 @@ class EagerCall:
             keys = ("norm_type", "error_if_nonfinite", "foreach")
             how = {**how, **dict(zip(keys, self._norm, strict=False))}
         owners = self._owners(names)
-        self.deeds.append(Clip(owners, function, held, tuple(how.items())))
+        self.deeds.append(Clip(owners, function, held, tuple(how.items()), self._norm_slot))
         if self._reach(owners):
             run()
 
@@ -143,6 +167,12 @@ class EagerCall:
         if scaler.is_enabled():
             raise scaling.refused(f"{type(scaler).__name__}.{name}")
 
+    def look(self, number: int) -> None:
+        """The step's own code looks at gradients of an optimizer: they are terms of the window, or the window's."""
+        if number not in self.updated:
+            self._looked.add(number)
+        self._reach((number,))
+
     def end(self, *, manual: bool) -> None:
         """What is left in `.grad`: terms where the step itself decides about windows, else an optimizer's that was
         not reached."""
@@ -152,8 +182,10 @@ class EagerCall:
             raise no_optimizer_error()
         reduced = {name for number in self.updated for name in self._step.held_by(number)}
         for name, term in self.terms.items():
-            if term._version != self._versions[name] and name not in reduced:
+            followed = self.effects is not None and not term.is_sparse
+            if term._version != self._versions[name] and name not in reduced and not followed:
                 raise _changed(name)
+        self.deeds = needed(self.deeds)
 
     def _owners(self, names: Iterable[str]) -> tuple[int, ...]:
         owner = self._step.owners()
@@ -169,7 +201,7 @@ class EagerCall:
                 continue
             held = self._step.held_by(number)
             self._take(name for name in self._step.capture.parameters if name in held)
-            if self._closes(number):
+            if self.closes(number):
                 self.updated[number] = self._settle(number, held)
         return all(number in self.updated for number in owners)
 
@@ -180,7 +212,8 @@ class EagerCall:
             if gradient is not None and name not in self.terms:
                 given = self._as_given.get(name, (None, 0))
                 same = given[0] is gradient and given[1] == gradient._version
-                if not same and not self._may_change:
+                followed = self.effects is not None and not gradient.is_sparse
+                if not same and not self._may_change and not followed:
                     raise _changed(name)
                 self.terms[name], self._versions[name] = gradient, gradient._version
 

@@ -4,11 +4,18 @@ does it again."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+
+from gradsync_fx._torch import tree_leaves, tree_map_only
+from gradsync_fx.errors import CaptureError
+
+
+Values = dict[int, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +25,8 @@ class Deed(ABC):
     reads: tuple[int, ...]
 
     @abstractmethod
-    def repeat(self) -> None:
-        """Does it again."""
+    def repeat(self, values: Values) -> None:
+        """Does it again. values: what the deeds before it made, by slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +36,12 @@ class Clip(Deed):
     function: Any
     parameters: tuple[torch.Tensor, ...]
     arguments: tuple[tuple[str, Any], ...]
+    slot: int = 0  # of the norm that it returned
 
-    def repeat(self) -> None:
-        self.function(list(self.parameters), **dict(self.arguments))
+    def repeat(self, values: Values) -> None:
+        found = self.function(list(self.parameters), **dict(self.arguments))
+        if isinstance(found, torch.Tensor):
+            values[self.slot] = found
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +52,7 @@ class Update(Deed):
     args: tuple[Any, ...] = ()
     kwargs: tuple[tuple[str, Any], ...] = ()
 
-    def repeat(self) -> None:
+    def repeat(self, values: Values) -> None:
         self.optimizer.step(*self.args, **dict(self.kwargs))
 
 
@@ -54,5 +64,84 @@ class Schedule(Deed):
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
 
-    def repeat(self) -> None:
+    def repeat(self, values: Values) -> None:
         self.scheduler.step(*self.args, **dict(self.kwargs))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A tensor in a storage that another deed makes (where: its slot), or a parameter's gradient as it is then."""
+
+    where: int | torch.Tensor | None
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def now(self, values: Values) -> torch.Tensor:
+        if isinstance(self.where, torch.Tensor):
+            held = self.where.grad
+            return torch.zeros_like(self.where) if held is None else held
+        assert self.where is not None
+        storage = values[self.where].untyped_storage()
+        empty = torch.empty(0, dtype=self.dtype, device=values[self.where].device)
+        return empty.set_(storage, self.offset, self.size, self.stride)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Done(Deed):
+    """An operation on gradients or on what is updated. outs: slots of the storages that it makes; changes:
+    of those that it writes to. writes: to what was
+    there before the call. line: of a write that may be made of a value that was read on the host."""
+
+    function: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    outs: tuple[int, ...]
+    changes: tuple[int, ...]
+    writes: bool
+    line: str
+
+    @property
+    def needs(self) -> set[int]:
+        found = tree_leaves((self.args, self.kwargs), is_leaf=lambda v: isinstance(v, Piece))
+        return {v.where for v in found if isinstance(v, Piece) and isinstance(v.where, int)}
+
+    def repeat(self, values: Values) -> None:
+        if self.line:
+            raise CaptureError(
+                f"write at {self.line}",
+                seen="the step runs eagerly, and reads a value of gradients or updated parameters on the host "
+                "before it; the window ends without a call that would read it again",
+                wanted="tensors from the gradient to the write",
+                fix="keep the value a tensor (no item()), or end each window with a call",
+            )
+        args, kwargs = tree_map_only(Piece, lambda p: p.now(values), (self.args, self.kwargs))
+        with torch.no_grad():
+            result = self.function(*args, **kwargs)
+        for value in tree_leaves(result):
+            if isinstance(value, torch.ScriptObject):  # a collective's work
+                value.wait()  # type: ignore[attr-defined]
+        inside = {
+            t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if _strided(t)
+        }
+        made = [t for t in tree_leaves(result) if _strided(t)]
+        made = [t for t in made if t.untyped_storage().data_ptr() not in inside]
+        values.update(zip(self.outs, made, strict=True))
+
+
+def _strided(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
+def needed(deeds: Sequence[Deed]) -> list[Deed]:
+    """Without operations whose results go nowhere."""
+    wanted: set[int] = set()
+    kept: list[Deed] = []
+    for deed in reversed(deeds):
+        if isinstance(deed, Done):
+            if not (deed.writes or wanted & {*deed.outs, *deed.changes}):
+                continue
+            wanted |= deed.needs
+        kept.append(deed)
+    return kept[::-1]

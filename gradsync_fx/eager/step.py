@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from gradsync_fx.capture import batch_norms, ddp_modules, named_tensors
 from gradsync_fx.collectives import OwnCollectives
-from gradsync_fx.eager.deeds import Deed, Schedule, Update
+from gradsync_fx.eager.deeds import Deed, Schedule, Update, Values
 from gradsync_fx.eager.discovery import Found
 from gradsync_fx.errors import CaptureError, OptionError
 from gradsync_fx.optimizer_state import in_groups, parameters_of
@@ -49,7 +49,8 @@ class Objects:
 class EagerStep:
     """One user function with the objects that it was found to touch.
 
-    why: the error that kept it from being captured. deeds: what the latest call did with its gradients. weighs: as in
+    why: the error that kept it from being captured. deeds: what the latest call did with its gradients; signs:
+    how (effects.py). weighs: as in
     `CapturedStep`. sums: the window's, by parameter name. trained: parameters that ever received a gradient. settled:
     it has nothing to share in memory. collectives: its own, once a call has shown whether it has any.
     """
@@ -93,6 +94,7 @@ class EagerStep:
         self.name_of = {id(p): n for n, p in self.capture.parameters.items()}
         self.trained: set[str] = set()
         self.deeds: list[Deed] = []
+        self.signs: dict[Any, list[int]] = {}
         self.collectives = OwnCollectives()
 
     # What the runtime asks of a captured step, too.
@@ -229,15 +231,16 @@ class EagerStep:
 
     def repeat(self, updated: Collection[int]) -> None:
         """What the latest call did with the gradients of these optimizers, with those that are in place now."""
+        values: Values = {}
         for deed in self.deeds:
             if not isinstance(deed, Schedule) and set(deed.reads) <= set(updated):
-                deed.repeat()
+                deed.repeat(values)
 
     def schedule(self, updated: Collection[int]) -> None:
         """Schedulers step once for each update."""
         for deed in self.deeds:
             if isinstance(deed, Schedule) and set(deed.reads) <= set(updated):
-                deed.repeat()
+                deed.repeat({})
 
     def forget_gradients(self) -> None:
         """`.grad` is None between calls."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol
 from unittest import mock
@@ -38,6 +38,7 @@ from gradsync_fx.threads import EAGER_CALLS, in_this_thread
 class Answers(Protocol):
     """Who answers the calls: `EagerCall`."""
 
+    def paused(self) -> AbstractContextManager[None]: ...
     def backward(self, run: Callable[[], None], losses: Any) -> None: ...
     def norm(self, held: list[torch.Tensor], run: Callable[[Any], Any], how: Any) -> Any: ...
     def clip(self, function: Any, parameters: Any, run: Callable[[], Any], how: Any) -> None: ...
@@ -64,7 +65,8 @@ def watching(
                 return plain(*args, **kwargs)
             inside.append(None)
             try:
-                return answer(lambda: plain(*args, **kwargs), *args, **kwargs)
+                with answers.paused():
+                    return answer(lambda: plain(*args, **kwargs), *args, **kwargs)
             finally:
                 inside.pop()
 

@@ -15,6 +15,7 @@ from gradsync_fx.captured import NONE
 from gradsync_fx.collectives import OwnCollectives
 from gradsync_fx.eager.call import EagerCall
 from gradsync_fx.eager.discovery import discover
+from gradsync_fx.eager.following import following
 from gradsync_fx.eager.step import EagerStep
 from gradsync_fx.eager.watch import watching
 from gradsync_fx.errors import CaptureError, GradSyncWarning, NoOptimizerError
@@ -111,7 +112,9 @@ class _MicroStep:
         self._weighed, self._ours = False, 0
         options = executor.options
         alone = not options.accumulates and step.setting.group is None
-        self._call = EagerCall(step, self._closes, self._settle, alone=alone)
+        inside = all(part.pending for part in executor.window.parts)
+        earlier = step.signs if inside else None
+        self._call = EagerCall(step, self._closes, self._settle, earlier, alone=alone)
 
     def _closes(self, number: int) -> bool:
         options = self._executor.options
@@ -124,8 +127,13 @@ class _MicroStep:
     def run(self, function: Any, args: Any, kwargs: Any, names: dict[str, Any]) -> Any:
         """The user's function, and then what belongs behind it."""
         executor, step, call = self._executor, self._step, self._call
-        with watching(call, list(step.capture.optimizers), names), self._own_collectives(function):
+        with (
+            watching(call, list(step.capture.optimizers), names),
+            self._own_collectives(function),
+            following(call.effects),
+        ):
             result = function(*args, **kwargs)
+        step.signs = call.effects.signs if call.effects is not None else {}
         call.end(manual=executor.options.manual)
         self._add([n for n in call.terms if n not in self._added])
         if call.stepped:

@@ -1,0 +1,358 @@
+"""Effects of a step that runs eagerly, with the rules of effects.py: what belongs to the update waits for it.
+
+A trace reads from its graph what depends on gradients and on updated parameters. Here the same is followed while the
+step runs: for each storage that it makes is known what it is made of. A write of such a value to what was there before
+the call is made for real where the window ends with the call; elsewhere it is made on a copy, which nobody sees.
+
+Such writes are noted with all that they are made of (deeds.py): a window that ends without data makes them again. They
+have to be the same in all calls of a window: a Python number that counts calls would end in an average otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from gradsync_fx._torch import tree_leaves, tree_map_only
+from gradsync_fx.diagnosis.events import user_line
+from gradsync_fx.eager.deeds import Deed, Done, Piece
+from gradsync_fx.eager.step import EagerStep
+from gradsync_fx.eager.storages import Held, Origin, alive, as_given, on_copies, storage_of, written
+from gradsync_fx.errors import CaptureError
+
+
+ITEM = torch.ops.aten._local_scalar_dense.default
+
+
+# By what is written: one number for each late write of a call, equal where the same is written in the same way.
+Signs = dict[Any, list[int]]
+
+
+class Call(Protocol):
+    """What is asked of the call in progress: `EagerCall`."""
+
+    deeds: list[Deed]
+    updated: dict[int, bool]
+
+    @property
+    def stepped(self) -> set[int]: ...
+    def closes(self, number: int) -> bool: ...
+    def look(self, number: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """A write of what a tensor becomes of itself alone, behind an update. deed: its note. before: the tensor's value.
+
+    The count of an average is one, and belongs to the update; that of all calls is none. Which it is shows at the end
+    of the call: by whether a write of the update is made of it.
+    """
+
+    target: torch.Tensor
+    before: torch.Tensor
+    late: Origin
+    deed: Deed
+
+
+class Effects:
+    """Follows one call. earlier: the signs of late writes in the window's call before, by what they write."""
+
+    def __init__(self, step: EagerStep, call: Call, earlier: Signs | None) -> None:
+        self._step, self._call, self._earlier = step, call, earlier
+        self.signs: Signs = {}
+        self._counts: list[Count] = []
+        self._fed: set[int] = set()
+        self._known: dict[int, Held] = {}
+        self.is_paused = self._read_on_host = False
+        self._slots = 0
+        known, owners = step.capture.parameters, step.owners()
+        self._owner_of = {id(p): owners[name] for name, p in known.items() if name in owners}
+        self._parameters = {storage_of(p): owners.get(name) for name, p in known.items()}
+        self._buffers = {storage_of(b) for b in step.capture.buffers.values()}
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What runs inside is torch's own, or ours."""
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
+
+    # Gradients, which are attributes.
+
+    def get_grad(self, owner: torch.Tensor) -> torch.Tensor | None:
+        """A look at `.grad`."""
+        number = self._owner_of.get(id(owner))
+        with self.paused():
+            if number is not None and owner.grad is not None:
+                self._call.look(number)
+            gradient = owner.grad
+        if number is not None and gradient is not None and storage_of(gradient):
+            sign = hash(self._step.name_of[id(owner)])
+            origin = Origin(frozenset({number}), gradient=True, sign=sign)
+            held = Held(alive(gradient), origin, born=False, parameter=owner)
+            self._known[storage_of(gradient)] = held
+        return gradient
+
+    def set_grad(self, owner: torch.Tensor, value: torch.Tensor) -> None:
+        """`owner.grad = value`."""
+        held = self._held(value)
+        if id(owner) in self._owner_of and held is not None and held.origin.gradient:
+            self._note(_set_grad, (owner, value), {}, held.origin, [], writes=True)
+        with self.paused():
+            owner.grad = value
+
+    def set_data(self, target: torch.Tensor, value: torch.Tensor) -> None:
+        """`target.data = value`."""
+        late = self._late(target, self._origin([value]))
+        if late is not None:
+            self._check_same(target, late)
+            self._note(_set_data, (target, value), {}, late, [], writes=True)
+        if late is None or self._ready(late):
+            owner = self._parameters.get(storage_of(target), False)
+            with self.paused():
+                target.data = value
+            if owner is not False:
+                self._parameters[storage_of(target)] = owner
+
+    def norm(self, value: torch.Tensor, owners: Sequence[int], slot: int) -> None:
+        """What a clipping returned."""
+        origin = Origin(frozenset(owners), gradient=True, sign=slot)
+        self._known[storage_of(value)] = Held(alive(value), origin, slot=slot)
+
+    def new_slot(self) -> int:
+        self._slots += 1
+        return self._slots
+
+    # Operations.
+
+    def operation(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """One operation of the step."""
+        if self.is_paused:
+            return function(*args, **kwargs)
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        targets = written(function, args, kwargs)
+        origin = self._origin(given, targets, (function, args, kwargs))
+        there = [t for t in targets if not self._born(t)]
+        late = next((o for t in there if (o := self._late(t, origin)) is not None), None)
+        if late is not None:
+            for target in there:
+                self._check_same(target, late)
+        counted = self._counted(there, origin) if late is None else []
+        ready = late is None or self._ready(late)
+        if function is ITEM:
+            self._read_on_host = self._read_on_host or bool(origin.reads)
+            self._fed |= origin.kept  # a branch, perhaps, round a write of the update
+        made = origin.reads or not origin.data  # what a late write may be made of
+        for target in targets if made else ():
+            self._keep_start(target)
+        with self._nothing_drawn(function, origin):
+            copied = (args, kwargs) if ready else on_copies((args, kwargs), there)
+            result = function(*copied[0], **copied[1])
+        if not ready:
+            result = as_given(result, copied, (args, kwargs))
+        places = {storage_of(t) for t in given}
+        fresh = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+        fresh = [t for t in fresh if storage_of(t) and storage_of(t) not in places]
+        for tensor in fresh:
+            slot = self.new_slot() if made else None
+            self._known[storage_of(tensor)] = Held(alive(tensor), origin, slot=slot)
+        if late is not None or (made and (fresh or targets)):
+            changed = [h.slot for t in targets if (h := self._held(t)) is not None]
+            writes = late is not None or bool(counted)
+            self._note(function, args, kwargs, late or origin, fresh, changed, writes=writes)
+        for target in targets:
+            self._mark(target, origin, late)
+        for target, before in counted:
+            self._count(target, before, origin)
+        return result
+
+    def _counted(
+        self, there: list[torch.Tensor], origin: Origin
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What may be counts, with their values."""
+        if origin.data or not self._call.stepped:
+            return []
+        return [(t, t.detach().clone()) for t in there if storage_of(t)]
+
+    def _count(self, target: torch.Tensor, before: torch.Tensor, origin: Origin) -> None:
+        everything = frozenset(range(len(self._step.capture.optimizers)))
+        late = replace(origin, reads=everything, kept=frozenset({storage_of(target)}))
+        deed = replace(self._call.deeds[-1], reads=tuple(sorted(everything)))
+        self._call.deeds[-1] = deed
+        self._counts.append(Count(target, before, late, deed))
+        self._known[storage_of(target)] = Held(alive(target), late, born=False)
+
+    def _settle_counts(self) -> None:
+        for count in reversed(self._counts):
+            if not count.late.kept & self._fed:
+                self._call.deeds.remove(count.deed)
+            elif not self._ready(count.late):
+                with torch.no_grad():
+                    count.target.copy_(count.before)
+
+    def _origin(
+        self, given: list[torch.Tensor], targets: Sequence[torch.Tensor] = (), how: Any = None
+    ) -> Origin:
+        reads, kept, gradient, data, signs = frozenset[int](), frozenset[int](), False, False, []
+        own = {storage_of(t) for t in targets}
+        for tensor in given:
+            place, held = storage_of(tensor), self._held(tensor)
+            if held is not None:
+                found = held.origin
+                reads, kept = reads | found.reads, kept | found.kept
+                gradient, data = gradient or found.gradient, data or found.data
+                signs.append(0 if found.data and not found.reads else found.sign)
+            elif place in self._parameters:
+                owner = self._parameters[place]
+                reads |= {owner} & self._call.stepped if owner is not None else set()
+                signs.append(place)
+            elif place in self._buffers or place in own:
+                signs.append(place)
+                kept |= {place}
+            else:
+                data = True
+                kept |= {place}
+        plain = [v for v in tree_leaves(how[1:]) if isinstance(v, int | float)] if how else []
+        return Origin(reads, gradient, data, kept, hash((how and how[0], *plain, *signs)))
+
+    def _late(self, target: torch.Tensor, origin: Origin) -> Origin | None:
+        """Where a write belongs to the update: what it depends on."""
+        place = storage_of(target)
+        each_call = place in self._buffers and origin.data
+        if origin.gradient or (origin.reads and not each_call):
+            return origin
+        if origin.data or place not in self._parameters:
+            return None
+        owner, numbers = self._parameters[place], range(len(self._step.capture.optimizers))
+        return replace(origin, reads=frozenset(numbers if owner is None else {owner}))
+
+    def _ready(self, late: Origin) -> bool:
+        """Whether the window that the write belongs to ends with this call."""
+        updated = self._call.updated
+        if all(number in updated for number in late.reads):
+            return all(updated[number] for number in late.reads)
+        return not late.gradient and all(self._call.closes(number) for number in late.reads)
+
+    def _check_same(self, target: torch.Tensor, late: Origin) -> None:
+        self._fed |= late.kept
+        held = self._held(target)
+        gradient = held.parameter if held is not None else None
+        key = ("grad", id(gradient)) if gradient is not None else storage_of(target)
+        found = self.signs.setdefault(key, [])
+        found.append(0 if self._read_on_host else late.sign)
+        if self._earlier is None or (gradient is not None and key not in self._earlier):
+            return
+        before = self._earlier.get(key, [])
+        if len(before) < len(found) or (found[-1] and before[len(found) - 1] not in (0, found[-1])):
+            raise _differs(self._name(target), user_line()[0])
+
+    def end(self) -> None:
+        """When the step has ended. Raises `CaptureError` where it left out a late write of the call before."""
+        self._settle_counts()
+        for key, before in (self._earlier or {}).items():
+            if isinstance(key, int) and len(self.signs.get(key, [])) < len(before):
+                raise _differs("a tensor", "its code behind the update")
+
+    def _name(self, target: torch.Tensor) -> str:
+        named = {**self._step.capture.parameters, **self._step.capture.buffers}
+        place = storage_of(target)
+        found = next((n for n, t in named.items() if storage_of(t) == place), "")
+        return repr(found) if found else f"a tensor of shape {tuple(target.shape)}"
+
+    def _nothing_drawn(self, function: Any, origin: Origin) -> Any:
+        """Random numbers for the update are drawn with it, and at no other time."""
+        seeded = torch.Tag.nondeterministic_seeded in getattr(function, "tags", ())
+        updated = self._call.updated
+        if not seeded or not origin.reads or all(updated.get(n) for n in origin.reads):
+            return nullcontext()
+        return torch.random.fork_rng()
+
+    def _mark(self, target: torch.Tensor, origin: Origin, late: Origin | None) -> None:
+        held, place = self._held(target), storage_of(target)
+        if held is not None:
+            held.origin = replace(
+                origin,
+                reads=origin.reads | held.origin.reads,
+                gradient=origin.gradient or held.origin.gradient,
+                kept=origin.kept | held.origin.kept,
+                data=origin.data or held.origin.data,
+            )
+        elif late is not None and place and place not in self._parameters:
+            self._known[place] = Held(alive(target), late, born=False)
+
+    # Notes.
+
+    def _keep_start(self, target: torch.Tensor) -> None:
+        """What a value of this call's data was, ahead of a write that belongs to the update."""
+        held = self._held(target)
+        if held is not None and held.born and held.slot is None:
+            held.slot = self.new_slot()
+            whole = torch.empty(0, dtype=target.dtype, device=target.device)
+            whole.set_(target.untyped_storage())
+            self._note(torch.clone, (whole.clone(),), {}, held.origin, [], outs=(held.slot,))
+
+    def _note(
+        self,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        origin: Origin,
+        fresh: list[torch.Tensor],
+        changed: Sequence[int | None] = (),
+        *,
+        writes: bool = False,
+        outs: tuple[int, ...] = (),
+    ) -> None:
+        slots = [h.slot if (h := self._held(t)) is not None else None for t in fresh]
+        deed = Done(
+            reads=tuple(sorted(origin.reads)),
+            function=function,
+            args=tree_map_only(torch.Tensor, self._piece, args),
+            kwargs=tree_map_only(torch.Tensor, self._piece, kwargs),
+            outs=outs or tuple(s for s in slots if s is not None),
+            changes=tuple(s for s in changed if s is not None),
+            writes=writes,
+            line=user_line()[0] if writes and self._read_on_host else "",
+        )
+        self._call.deeds.append(deed)
+
+    def _piece(self, tensor: torch.Tensor) -> Any:
+        held = self._held(tensor)
+        if held is None or (held.slot is None and held.parameter is None):
+            return tensor
+        if held.parameter is not None and held.slot is None:
+            return Piece(held.parameter, tensor.dtype, (), (), -1)
+        layout = (tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset()))
+        return Piece(held.slot, tensor.dtype, *layout)
+
+    def _held(self, tensor: torch.Tensor) -> Held | None:
+        held = self._known.get(storage_of(tensor))
+        return held if held is not None and not held.alive.expired() else None
+
+    def _born(self, tensor: torch.Tensor) -> bool:
+        held = self._held(tensor)
+        return (held is not None and held.born) or not storage_of(tensor)
+
+
+def _set_grad(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    parameter.grad = gradient
+
+
+def _set_data(target: torch.Tensor, value: torch.Tensor) -> None:
+    target.data = value
+
+
+def _differs(what: str, line: str) -> CaptureError:
+    return CaptureError(
+        f"write to {what}, at {line}",
+        seen="the step runs eagerly, and makes it with other numbers, or in another way, in calls of one window: "
+        "with a number that counts calls, perhaps; it belongs to the update, which happens once",
+        wanted="what is written once per update, of numbers that change with the update alone",
+        fix="take the count from step.optimizer_step, or keep it in a tensor that is changed behind optimizer.step()",
+    )
