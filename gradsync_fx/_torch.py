@@ -77,7 +77,10 @@ try:
     from torch._dynamo.variables.constant import ConstantVariable
     from torch._dynamo.variables.ctx_manager import GradModeVariable, NullContextVariable
     from torch._dynamo.variables.dicts import ConstDictVariable
-    from torch._dynamo.variables.functions import CollectiveFunctionRewriteVariable
+    from torch._dynamo.variables.functions import (
+        CollectiveFunctionRewriteVariable,
+        LocalGeneratorObjectVariable,
+    )
     from torch._dynamo.variables.lazy import LazyVariableTracker
     from torch._dynamo.variables.lists import TupleVariable
     from torch._dynamo.variables.misc import (
@@ -327,6 +330,7 @@ __all__ = [
     "dynamo_compilers",
     "StringFormatVariable",
     "LazyVariableTracker",
+    "LocalGeneratorObjectVariable",
     "Unsupported",
     "LoggingLoggerVariable",
     "InstructionTranslator",

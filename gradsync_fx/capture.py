@@ -46,6 +46,7 @@ from gradsync_fx.past_autograd import keep_writes
 from gradsync_fx.presence import compiling
 from gradsync_fx.program import Kind, Leaf, Slot, Step, writes
 from gradsync_fx.remat import refuse_reentrant, rematerialize, torch_pass_off
+from gradsync_fx.untouched import Around, one_call, runs_now
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,8 @@ def traced(
     def call(*args: Any, **kwargs: Any) -> Any:
         while True:
             try:
-                return run(*args, **kwargs)[0]
+                with one_call():
+                    return run(*args, **kwargs)[0]
             except TorchDynamoException as failure:
                 # Nothing of the step has run: the trace starts over, with one call more behind the program.
                 if not scoped.try_again():
@@ -171,6 +173,8 @@ def _functional(
         rematerialize(graph)
         capture = _capture(graph, fakes, sources, seen, manual)
         ready: list[Callable[[list[Any]], Any]] = []
+        # A buffer that its program does not have, a metric's own, is none of the step's.
+        own = [capture.buffers[s.name] for s in capture.step.slots if s.kind is Kind.BUFFER]
 
         def boxed(args: list[Any]) -> Any:
             # On the first call, not here: torch is in the middle of its own tracing, with fake tensors in force.
@@ -178,6 +182,8 @@ def _functional(
                 ready.append(on_capture(capture))
             given = list(args)
             args.clear()
+            if capture.moved:
+                runs_now(Around(capture.parameters, own, capture.optimizers, list(given)))
             # torch marks the sizes of all outputs once one of them has a symbolic size: the end of the notes, too.
             return [_NO_NOTES if value is None else value for value in ready[0](given)]
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import CodeType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from gradsync_fx._torch import (
     ConstantVariable,
     GradModeVariable,
+    TensorVariable,
     VariableTracker,
     read_attribute,
 )
@@ -230,6 +231,22 @@ def real_tensors(tx: Any) -> Iterator[tuple[torch.Tensor, Any]]:
     for key, var in effects.id_to_variable.items():
         if isinstance(alive.get(key), torch.Tensor):
             yield alive[key], var
+
+
+def function_of(variable: Any) -> Any:
+    """The function that one of Dynamo's variables stands for, with what it is bound to; None for anything else."""
+    function = getattr(variable, "fn", None) or getattr(variable, "value", None)
+    owner = getattr(getattr(variable, "obj", None), "value", None)
+    if owner is not None and isinstance(function, FunctionType):
+        return MethodType(function, owner)
+    return function if callable(function) else None
+
+
+def real_value(tx: Any, variable: Any) -> Any:
+    """What one of Dynamo's variables was made from, as far as it holds that; else None."""
+    if isinstance(variable, TensorVariable):
+        return next((real for real, var in real_tensors(tx) if var is variable), None)
+    return function_of(variable) or getattr(variable, "value", None)
 
 
 def reach(tx: Any, parameter: torch.Tensor) -> Any:

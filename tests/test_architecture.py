@@ -39,6 +39,7 @@ LAYERS = [
         "diagnosis.graph",
     ],
     ["reached"],
+    ["left_out", "untouched"],
     ["footprint"],
     [
         "optimizer_state",
