@@ -173,8 +173,6 @@ def _functional(
         rematerialize(graph)
         capture = _capture(graph, fakes, sources, seen, manual)
         ready: list[Callable[[list[Any]], Any]] = []
-        # A buffer that its program does not have, a metric's own, is none of the step's.
-        own = [capture.buffers[s.name] for s in capture.step.slots if s.kind is Kind.BUFFER]
 
         def boxed(args: list[Any]) -> Any:
             # On the first call, not here: torch is in the middle of its own tracing, with fake tensors in force.
@@ -183,7 +181,7 @@ def _functional(
             given = list(args)
             args.clear()
             if capture.moved:
-                runs_now(Around(capture.parameters, own, capture.optimizers, list(given)))
+                runs_now(Around(capture, list(given)))
             # torch marks the sizes of all outputs once one of them has a symbolic size: the end of the notes, too.
             return [_NO_NOTES if value is None else value for value in ready[0](given)]
 

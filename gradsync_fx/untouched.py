@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradsync_fx._torch import tree_leaves
 from gradsync_fx.errors import LeftOutError
+from gradsync_fx.program import Kind
 from gradsync_fx.reached import words
 
 
@@ -34,20 +35,24 @@ _BACKWARD = frozenset(("backward", "grad"))
 
 @dataclass(slots=True)
 class Around:
-    """What a call of the step is made of. inputs: all that its program was given."""
+    """What a call of the step is made of. capture: its `Capture`. inputs: all that its program was given."""
 
-    parameters: dict[str, torch.Tensor]
-    buffers: list[torch.Tensor]
-    optimizers: tuple[Optimizer, ...]
+    capture: Any
     inputs: list[Any]
     _memory: frozenset[int] | None = field(default=None, init=False)
 
     def memory(self) -> frozenset[int]:
         """Where those tensors lie. Looked up when it is asked for: most helpers touch no tensor."""
         if self._memory is None:
-            held = [d for o in self.optimizers for d in (*o.state.values(), *_groups(o))]
-            of_optimizers = _tensors_in([list(d.values()) for d in held])
-            found = (*self.parameters.values(), *self.buffers, *of_optimizers)
+            capture = self.capture
+            # A buffer that its program does not have, a metric's own, is none of the step's.
+            names = [s.name for s in capture.step.slots if s.kind is Kind.BUFFER]
+            held = [d for o in capture.optimizers for d in (*o.state.values(), *_groups(o))]
+            found = [
+                *capture.parameters.values(),
+                *(capture.buffers[name] for name in names),
+                *_tensors_in([list(d.values()) for d in held]),
+            ]
             self._memory = frozenset(map(_place, found))
         return self._memory
 
@@ -81,14 +86,14 @@ def run_watched(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wh
     looked_at = [*given, *_tensors_in(around.inputs)]
     versions = [t._version for t in looked_at]
     generators = _generators()
-    settings = [[dict(g) for g in _groups(o)] for o in around.optimizers]
+    settings = [[dict(g) for g in _groups(o)] for o in around.capture.optimizers]
     watch = _Watch(around, given, looked_at)
     try:
         with watch:
             function(*args, **kwargs)
     except LeftOutError:
         pass
-    found = watch.found or _changed(generators, around.optimizers, settings)
+    found = watch.found or _changed(generators, around.capture.optimizers, settings)
     if not found and versions != [t._version for t in looked_at]:
         found = "it writes a tensor of the step"
     if found:

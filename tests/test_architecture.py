@@ -39,7 +39,7 @@ LAYERS = [
         "diagnosis.graph",
     ],
     ["reached"],
-    ["left_out", "untouched"],
+    ["left_out"],
     ["footprint"],
     [
         "optimizer_state",
@@ -55,6 +55,7 @@ LAYERS = [
         "remat",
         "diagnosis.events",
     ],
+    ["untouched"],
     [
         "later",
         "drift",

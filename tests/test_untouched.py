@@ -58,7 +58,7 @@ class Hidden:
     def freeze(self) -> None:
         self.get("model").requires_grad_(False)
 
-    def seed(self) -> None:
+    def sow(self) -> None:
         getattr(self.get("generator"), "_".join(("manual", "deseed"[2:])))(5)
 
     def input(self) -> None:
@@ -76,7 +76,7 @@ class Hidden:
 
 
 TOUCHING = [
-    "write", "write_data", "read", "gradients", "buffer", "state", "setting", "step", "freeze", "seed", "input",
+    "write", "write_data", "read", "gradients", "buffer", "state", "setting", "step", "freeze", "sow", "input",
     "swallow",
 ]  # fmt: skip
 
