@@ -178,8 +178,7 @@ def _functional(
             # On the first call, not here: torch is in the middle of its own tracing, with fake tensors in force.
             if not ready:
                 ready.append(on_capture(capture))
-            given = list(args)
-            args.clear()
+            given, args[:] = list(args), []
             if capture.moved:
                 runs_now(Around(capture, list(given)))
             # torch marks the sizes of all outputs once one of them has a symbolic size: the end of the notes, too.
