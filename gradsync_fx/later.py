@@ -76,14 +76,20 @@ def run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], watched: s
 
 
 class _Ours(VariableTracker):
-    """A function of this file itself, for Dynamo's code."""
+    """A function of a module of ours itself, for Dynamo's code."""
 
-    def __init__(self, name: str, **kwargs: Any) -> None:
+    def __init__(self, name: str, module: str = __name__, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.name = name
+        self.name, self.module = name, module
 
     def reconstruct(self, codegen: Any) -> None:
-        codegen.load_import_from(__name__, self.name)
+        codegen.load_import_from(self.module, self.name)
+
+
+def call_behind(tx: Any, function: Any, arguments: list[Any]) -> None:
+    """Has Dynamo's code call a function of ours when the program has run."""
+    ours = _Ours(function.__name__, function.__module__)
+    tx.output.root_tx.debug_locals.append((ours, arguments))
 
 
 def put_behind(
@@ -96,7 +102,7 @@ def put_behind(
     call = [function, TupleVariable(given), ConstDictVariable(named)]
     if watched:
         call.append(const(place))
-    tx.output.root_tx.debug_locals.append((_Ours(run.__name__), call))
+    call_behind(tx, run, call)
     observed().in_graph(tx.output).moved.append(f"{place}: after the program")
     return const(None)
 
@@ -116,7 +122,7 @@ def give(tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
 
 def give_behind(tx: Any, tensor: Any, gradient: Any) -> None:
     """An input's own gradient goes onto it when the program has run."""
-    tx.output.root_tx.debug_locals.append((_Ours(give.__name__), [tensor, gradient]))
+    call_behind(tx, give, [tensor, gradient])
 
 
 def _detached(tx: Any, value: Any) -> Any:

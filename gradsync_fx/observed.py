@@ -61,6 +61,15 @@ class Declared:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A Python number that the step changes. source: Dynamo's name for it. settable: whether it is an attribute."""
+
+    source: str
+    line: str
+    settable: bool
+
+
 @dataclass(slots=True)
 class NoSync:
     """A `no_sync` of DDP's in the step. before: forwards of DDP modules ahead of it. late: backward, and no forward."""
@@ -79,6 +88,8 @@ class Observed:
     one stopped. in_place: collectives that write their argument. inputs: leaves that are data of the call. read_lists:
     lists (by id) that are appended to, and read. assigned: gradients that are values, each with its version and the
     line where it went into `.grad`; made_of_gradients: whether a node is made of one. answered: calls with an answer.
+    symbols: numbers (by source) that are symbols of the trace from the start; numbers: those that the step changes;
+    lines: where each attribute was set.
     """
 
     demanded: tuple[torch.Tensor, ...] = ()
@@ -107,6 +118,9 @@ class Observed:
     appended: list[Any] = field(default_factory=list)
     could_wait: CallSite | None = None
     answered: int = 0
+    symbols: frozenset[str] = frozenset()
+    numbers: list[Number] = field(default_factory=list)
+    lines: dict[str, str] = field(default_factory=dict)
 
     def leaf_index(self, leaf: torch.Tensor) -> int:
         for i, known in enumerate(self.leaves):
@@ -140,6 +154,7 @@ class Observed:
             self.made_of_gradients.clear()
             self.appended.clear()
             self.declared.clear()
+            self.numbers.clear()
         return self
 
     def roots(self) -> list[tuple[str, nn.Module]]:
@@ -226,10 +241,15 @@ def variable_of(tx: Any, real: torch.Tensor) -> Any:
 
 def real_tensors(tx: Any) -> Iterator[tuple[torch.Tensor, Any]]:
     """The tensors that Dynamo has met, each with its variable."""
+    return real_of_variables(tx, torch.Tensor)
+
+
+def real_of_variables(tx: Any, kinds: Any) -> Iterator[tuple[Any, Any]]:
+    """The objects of these classes that Dynamo has met, each with its variable."""
     effects = tx.output.side_effects
     alive = {id(item): item for item in effects.keepalive}
     for key, var in effects.id_to_variable.items():
-        if isinstance(alive.get(key), torch.Tensor):
+        if isinstance(alive.get(key), kinds):
             yield alive[key], var
 
 

@@ -104,7 +104,13 @@ def find_regions(step: Step) -> Regions:
     kinds = dict(zip(graph.find_nodes(op="placeholder"), step.slots, strict=True))
     kept = {argument(write, 0) for write in effects}
     from_data = downstream(
-        [h for h, slot in kinds.items() if slot.kind is Kind.DATA and h not in kept], without=stops
+        [
+            h
+            for h, slot in kinds.items()
+            # A number (a count, a size) makes no data of what it scales.
+            if slot.kind is Kind.DATA and h not in kept and isinstance(h.meta["val"], torch.Tensor)
+        ],
+        without=stops,
     )
 
     boundary: dict[Node, frozenset[Node]] = {}

@@ -9,7 +9,7 @@ behind it       torch's random generators and settings of optimizers that change
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,10 +35,14 @@ _BACKWARD = frozenset(("backward", "grad"))
 
 @dataclass(slots=True)
 class Around:
-    """What a call of the step is made of. capture: its `Capture`. inputs: all that its program was given."""
+    """What a call of the step is made of. capture: its `Capture`. inputs: all that its program was given.
+
+    deferred: what is to be done when there is an update.
+    """
 
     capture: Any
     inputs: list[Any]
+    deferred: list[Callable[[], None]] = field(default_factory=list)
     _memory: frozenset[int] | None = field(default=None, init=False)
 
     def memory(self) -> frozenset[int]:
@@ -76,9 +80,15 @@ def runs_now(around: Around) -> None:
     _around.value = around
 
 
+def runs() -> Around | None:
+    """What `runs_now` said in this call."""
+    found: Around | None = getattr(_around, "value", None)
+    return found
+
+
 def run_watched(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], what: str) -> None:
     """Calls a helper. what: its name and line. Raises `LeftOutError` when it touches what it may not."""
-    around: Around | None = getattr(_around, "value", None)
+    around = runs()
     if around is None:
         function(*args, **kwargs)
         return

@@ -69,7 +69,7 @@ LAYERS = [
         "diagnosis.windows",
         "diagnosis.watch",
     ],
-    ["step_arguments"],
+    ["step_arguments", "counts"],
     [
         "answers",
         "stages",
@@ -95,7 +95,7 @@ LAYERS = [
         "inspection.page",
         "diagnosis.rules",
     ],
-    ["past_autograd"],
+    ["past_autograd", "with_updates"],
     ["capture", "inspection.text", "inspection.graphs", "inspection.tensors", "diagnose"],
     [
         "passes.sums",
