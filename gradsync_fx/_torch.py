@@ -68,6 +68,7 @@ try:
     from torch._dynamo.convert_frame import compile_lock
     from torch._dynamo.exc import TorchDynamoException, Unsupported
     from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.pgo import auto_dynamic
     from torch._dynamo.side_effects import SideEffects
     from torch._dynamo.source import ConstantSource
     from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
@@ -77,9 +78,12 @@ try:
     from torch._dynamo.variables.constant import ConstantVariable
     from torch._dynamo.variables.ctx_manager import GradModeVariable, NullContextVariable
     from torch._dynamo.variables.dicts import ConstDictVariable
-    from torch._dynamo.variables.functions import CollectiveFunctionRewriteVariable
+    from torch._dynamo.variables.functions import (
+        CollectiveFunctionRewriteVariable,
+        LocalGeneratorObjectVariable,
+    )
     from torch._dynamo.variables.lazy import LazyVariableTracker
-    from torch._dynamo.variables.lists import TupleVariable
+    from torch._dynamo.variables.lists import ListVariable, TupleVariable
     from torch._dynamo.variables.misc import (
         DebuggingVariable,
         LoggingLoggerVariable,
@@ -200,6 +204,7 @@ NEEDED: tuple[tuple[Any, str], ...] = (
     (InstructionTranslatorBase, "call_function"),
     (InstructionTranslatorBase, "_load_attr"),
     (InstructionTranslatorBase, "_format_value"),
+    (dynamo_builder, "process_automatic_dynamic"),
     (dynamo_builder, "is_int_specialization_case"),
     (aot_graphs, "_apply_tensorify_python_scalars"),
     (aot_wrappers, "OutputType"),
@@ -238,6 +243,11 @@ def in_order_with_collectives(started: Any) -> AbstractContextManager[Any]:
         return plain(node, *args)
 
     return mock.patch.object(inductor_comms, "contains_collective", contains)
+
+
+def as_dynamic(entry: Any) -> Any:
+    """What Dynamo remembers of a number that was seen to change."""
+    return replace(entry, scalar=auto_dynamic)
 
 
 def read_attribute(variable: Any, tx: Any, name: str) -> Any:

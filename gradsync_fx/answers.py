@@ -44,6 +44,7 @@ from gradsync_fx._torch import (
     read_attribute,
 )
 from gradsync_fx.controls import TRACED
+from gradsync_fx.counts import keep_numbers
 from gradsync_fx.gradient_values import check_assigned
 from gradsync_fx.in_place import refuse_overwritten
 from gradsync_fx.later import check_appended, give_behind, result_unused
@@ -306,6 +307,7 @@ def _end(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """
     check_appended(tx)
     check_assigned(tx)
+    keep_numbers(tx)
     for optimizer in observed().optimizers:
         _check_groups(tx, optimizer)
     _, keep = (a.as_python_constant() for a in args)  # the demand becomes a guard by being read

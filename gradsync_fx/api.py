@@ -294,6 +294,9 @@ class _Finder:
                 # The user's code behind the program, perhaps: then the other ranks wait for the window's second half.
                 self._executor.finish()
                 raise
+            self._executor.deferred = self._demand.deferred
+            if self._executor.sync_gradients:
+                self._executor.make_up()
             self._executor.finish()
             return result
         finally:

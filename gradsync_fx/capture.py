@@ -31,6 +31,7 @@ from gradsync_fx._torch import (
 )
 from gradsync_fx.canonicalize import canonicalize
 from gradsync_fx.controls import TRACED, Demand
+from gradsync_fx.counts import Followed
 from gradsync_fx.errors import (
     CaptureError,
     ForeignParameterError,
@@ -46,6 +47,8 @@ from gradsync_fx.past_autograd import keep_writes, outputs_in_their_places
 from gradsync_fx.presence import compiling
 from gradsync_fx.program import Kind, Leaf, Slot, Step, writes
 from gradsync_fx.remat import refuse_reentrant, rematerialize, torch_pass_off
+from gradsync_fx.untouched import Around, one_call, runs, runs_now
+from gradsync_fx.with_updates import followed
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,7 @@ class Capture:
     batch_norms: tuple[str, ...]
     moved: tuple[str, ...]
     declared: tuple[Declared, ...]
+    numbers: tuple[Followed, ...]
 
 
 _serial = itertools.count()
@@ -108,7 +112,11 @@ def traced(
     def call(*args: Any, **kwargs: Any) -> Any:
         while True:
             try:
-                return run(*args, **kwargs)[0]
+                with one_call():
+                    result = run(*args, **kwargs)[0]
+                    now = runs()
+                    asked.deferred = now.deferred if now is not None else ()
+                    return result
             except TorchDynamoException as failure:
                 # Nothing of the step has run: the trace starts over, with one call more behind the program.
                 if not scoped.try_again():
@@ -126,10 +134,12 @@ class _Scoped:
         self._torchdynamo_orig_backend = callback._torchdynamo_orig_backend
         self._behind: frozenset[CallSite] = frozenset()
         self._read_lists: frozenset[int] = frozenset()
+        self._symbols: frozenset[str] = frozenset()
         self._learned = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         fresh = Observed(self._demand.parameters, self._behind, self._read_lists)
+        fresh.symbols = self._symbols
         with compiling(self._rank_timeout), intercepting(fresh) as seen:
             try:
                 return self._callback(*args, **kwargs)
@@ -140,11 +150,11 @@ class _Scoped:
                 raise
 
     def _learn(self, seen: Observed) -> bool:
-        before = self._behind, self._read_lists
-        self._read_lists = seen.read_lists
+        before = self._behind, self._read_lists, self._symbols
+        self._read_lists, self._symbols = seen.read_lists, seen.symbols
         if seen.could_wait is not None:
             self._behind |= {seen.could_wait}
-        return before != (self._behind, self._read_lists)
+        return before != (self._behind, self._read_lists, self._symbols)
 
     def try_again(self) -> bool:
         """Whether the trace that failed last would fare better now: it stopped at a call that can wait (later.py)."""
@@ -176,8 +186,9 @@ def _functional(
             # On the first call, not here: torch is in the middle of its own tracing, with fake tensors in force.
             if not ready:
                 ready.append(on_capture(capture))
-            given = list(args)
-            args.clear()
+            given, args[:] = list(args), []
+            if capture.moved or capture.numbers:
+                runs_now(Around(capture, list(given)))
             # torch marks the sizes of all outputs once one of them has a symbolic size: the end of the notes, too.
             return [_NO_NOTES if value is None else value for value in ready[0](given)]
 
@@ -251,6 +262,7 @@ def _capture(
         batch_norms=batch_norms(seen),
         moved=tuple(seen.moved),
         declared=tuple(seen.declared),
+        numbers=followed(step, seen.numbers, [name for name, _ in sources]),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,8 +33,10 @@ def micro_batch_weight(weight: float | torch.Tensor) -> None:
 class Demand:
     """Parameters that the next trace must give a gradient, of zeros where the step gives none.
 
-    `key` is what Dynamo guards on: a step that was traced under one demand is not run under another.
+    `key` is what Dynamo guards on: a step that was traced under one demand is not run under another. deferred: what the
+    latest call left to be done with an update.
     """
 
     key: str = ""
     parameters: tuple[torch.Tensor, ...] = ()
+    deferred: Sequence[Callable[[], None]] = ()

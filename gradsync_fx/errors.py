@@ -52,6 +52,10 @@ class UpdateError(CaptureError):
     """The optimizer's update can neither be traced nor run as it is."""
 
 
+class LeftOutError(GradSyncError):
+    """A call that cannot be traced, and so runs behind the program, touches what the step is made of."""
+
+
 class ReadBeforeBoundaryError(GradSyncError):
     """A gradient is read before the window closes, in a way that deferral would change."""
 

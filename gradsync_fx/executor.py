@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -73,6 +74,7 @@ class Executor:
         self._line, self._begun = Line(None, None), False
         self._agreement = Agreement()
         self.discards = 0
+        self.deferred: Sequence[Callable[[], None]] = ()
         self._apart: tuple[CapturedStep, Meeting, list[Any]] | None = None
 
     @property
@@ -83,6 +85,9 @@ class Executor:
         """Prepares a capture to run; returns what runs it."""
         for declared in capture.declared:
             declared.check(self.options.gradient_accumulation_steps)
+        for number in capture.numbers:
+            accumulates, several = self.options.accumulates, self.options.several_windows
+            number.check(accumulates=accumulates, several=several)
         captured, new = self.catalogue.admit(capture, self.options)
         log.info(
             "captured %d nodes, %d gradients; %s",
@@ -126,6 +131,7 @@ class Executor:
         if self.only_find:
             captured.remember(args)
             raise Found(captured)
+        self.deferred, self.sync_gradients = (), False
         self._apart = None  # of a call that was cut off, and has been dropped since
         if self.window.pending == 0 or captured is not self.catalogue.latest:
             self.accumulators.check_trainable(captured, self.next_place())
@@ -270,6 +276,12 @@ class Executor:
         updated = self._close_apart(captured, meeting, results)
         self.end_window(captured, meeting, updated)
 
+    def make_up(self) -> None:
+        """What waited for an update: numbers that the latest call would have changed."""
+        deferred, self.deferred = self.deferred, ()
+        for do in deferred:
+            do()
+
     def end_window(
         self, captured: CapturedStep | EagerStep, meeting: Meeting, updated: frozenset[int]
     ) -> None:
@@ -280,6 +292,8 @@ class Executor:
         self.accumulators.closed(closing)
         self.window = self.window.closed(closing, updated=bool(updated))
         self.sync_gradients = bool(updated)
+        if updated:
+            self.make_up()
         log.debug("window closed after call %d: %s", self.window.micro_step, closing)
         if updated:
             self.buffers.after_boundary(captured)

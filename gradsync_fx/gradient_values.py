@@ -24,6 +24,9 @@ def store_attr(self: Any, item: Any, name: str, value: Any, *kind: Any) -> None:
     """How Dynamo notes an attribute that is set, while a step is traced."""
     if name == "grad" and isinstance(item, TensorVariable) and isinstance(value, TensorVariable):
         value = _marked(InstructionTranslator.current_tx(), item, value)
+    elif getattr(item, "source", None) is not None:
+        tx = InstructionTranslator.current_tx()
+        observed().lines[f"{item.source.name}.{name}"] = line_of(tx)
     _plain_store_attr(self, item, name, value, *kind)
 
 

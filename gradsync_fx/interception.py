@@ -9,7 +9,7 @@ from unittest import mock
 
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsync_fx import answers, gradient_values, in_place, later
+from gradsync_fx import answers, counts, gradient_values, in_place, later
 from gradsync_fx._torch import (
     FORMATS_NUMBERS,
     READ_ATTRIBUTE,
@@ -54,6 +54,7 @@ def intercepting(fresh: Observed) -> Iterator[Observed]:
             (InstructionTranslatorBase, "call_function", later.call_function),
             (InstructionTranslatorBase, "_load_attr", later.load_attribute),
             (dynamo_builder, "is_int_specialization_case", answers.stays_constant),
+            (dynamo_builder, "process_automatic_dynamic", counts.automatic_dynamic),
             (aot_graphs, "_apply_tensorify_python_scalars", later.keep_numbers),
             (CollectiveFunctionRewriteVariable, "call_function", in_place.call_function),
             (SideEffects, "store_attr", gradient_values.store_attr),

@@ -3,8 +3,9 @@
 print, loggers     at once, wherever they stand
 list.append        at once, on a list from outside that the step does not read: Dynamo guards on what it looks at, and
                    would trace a step anew for each length of its list of losses
-any other call     when it cannot be traced, nobody uses its result and no gradient flows through its arguments (a
-                   progress bar, a writer, a metric): the trace starts over and puts it behind the program
+any other call     when it cannot be traced, nobody uses its result, and it reaches nothing that the step is made of
+                   (left_out.py; a progress bar, a writer, a metric): the trace starts over and puts it behind the
+                   program, where it is watched (untouched.py); else it is refused with its line
 clocks             give NaN: a step is one program, and no time passes between two of its lines
 
 A call behind the program runs once per call of the step, in the order of the lines.
@@ -12,19 +13,21 @@ A call behind the program runs once per call of the step, in the order of the li
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.fx import GraphModule, Node
 
 from gradsync_fx._torch import (
     ConstDictVariable,
     InstructionTranslatorBase,
     LazyVariableTracker,
+    LocalGeneratorObjectVariable,
+    LoggingLoggerVariable,
     StringFormatVariable,
     SymNodeVariable,
     TensorVariable,
@@ -37,9 +40,26 @@ from gradsync_fx._torch import (
 )
 from gradsync_fx._torch import format_value as plain_format_value
 from gradsync_fx._torch import load_attribute as plain_load_attribute
-from gradsync_fx.observed import Observed, const, line_of, observed, readable, refuse
+from gradsync_fx.left_out import Touches, check_helper
+from gradsync_fx.observed import (
+    CallSite,
+    Observed,
+    const,
+    function_of,
+    line_of,
+    observed,
+    readable,
+    real_value,
+    refuse,
+)
+from gradsync_fx.untouched import run_watched
 
 
+_ASKED = (
+    "isEnabledFor",
+    "getEffectiveLevel",
+    "hasHandlers",
+)  # of a logger, and answered while tracing
 _CLOCKS = frozenset(
     getattr(time, name + unit)
     for name in ("time", "perf_counter", "monotonic", "process_time", "thread_time")
@@ -47,30 +67,49 @@ _CLOCKS = frozenset(
 )
 
 
-def run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """What Dynamo's code calls after the program: one call that waited."""
-    function(*args, **kwargs)
+def run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], watched: str = "") -> None:
+    """What Dynamo's code calls after the program: one call that waited. watched: its name and line, if it is."""
+    if watched:
+        run_watched(function, args, kwargs, watched)
+    else:
+        function(*args, **kwargs)
 
 
 class _Ours(VariableTracker):
-    """A function of this file itself, for Dynamo's code."""
+    """A function of a module of ours itself, for Dynamo's code."""
 
-    def __init__(self, name: str, **kwargs: Any) -> None:
+    def __init__(self, name: str, module: str = __name__, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.name = name
+        self.name, self.module = name, module
 
     def reconstruct(self, codegen: Any) -> None:
-        codegen.load_import_from(__name__, self.name)
+        codegen.load_import_from(self.module, self.name)
 
 
-def put_behind(tx: Any, function: Any, args: Any, kwargs: Any, name: str) -> Any:
+def call_behind(tx: Any, function: Any, arguments: list[Any]) -> None:
+    """Has Dynamo's code call a function of ours when the program has run."""
+    ours = _Ours(function.__name__, function.__module__)
+    tx.output.root_tx.debug_locals.append((ours, arguments))
+
+
+def put_behind(
+    tx: Any, function: Any, args: Any, kwargs: Any, name: str, *, watched: bool = False
+) -> Any:
     """Has Dynamo's code call `function` when the program has run. What it is given carries no gradient."""
+    place = f"{name} at {line_of(tx)}"
     given = [_detached(tx, a) for a in args]
     named = {const(key): _detached(tx, value) for key, value in kwargs.items()}
     call = [function, TupleVariable(given), ConstDictVariable(named)]
-    tx.output.root_tx.debug_locals.append((_Ours(run.__name__), call))
-    observed().in_graph(tx.output).moved.append(f"{name} at {line_of(tx)}: after the program")
+    if watched:
+        call.append(const(place))
+    call_behind(tx, run, call)
+    observed().in_graph(tx.output).moved.append(f"{place}: after the program")
     return const(None)
+
+
+def log_to(logger: str, method: str, *args: Any, **kwargs: Any) -> None:
+    """What a logger that the step looked up by its name is told."""
+    getattr(logging.getLogger(logger), method)(*args, **kwargs)
 
 
 def give(tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
@@ -83,7 +122,7 @@ def give(tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
 
 def give_behind(tx: Any, tensor: Any, gradient: Any) -> None:
     """An input's own gradient goes onto it when the program has run."""
-    tx.output.root_tx.debug_locals.append((_Ours(give.__name__), [tensor, gradient]))
+    call_behind(tx, give, [tensor, gradient])
 
 
 def _detached(tx: Any, value: Any) -> Any:
@@ -119,8 +158,11 @@ class _Method(VariableTracker):
 
 def logger_call(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
     """`LoggingLoggerVariable.call_method` while a step is traced."""
+    if name in _ASKED:
+        return const(getattr(self.value, name)(*(a.as_python_constant() for a in args)))
     if self.source is None:
-        return const(None)
+        given = [const(self.value.name), const(name), *args]
+        return put_behind(tx, _Ours(log_to.__name__), given, kwargs, f"logger.{name}")
     return put_behind(tx, _Method(self, name), args, kwargs, f"logger.{name}")
 
 
@@ -169,9 +211,13 @@ def call_function(self: Any, fn: Any, args: list[Any], kwargs: dict[str, Any]) -
         )
         self.push(const(float("nan")))
         return
+    if getattr(fn, "fn", None) is logging.getLogger:
+        name = [a.as_python_constant() for a in (*args, *kwargs.values())]
+        self.push(LoggingLoggerVariable(logging.getLogger(*name)))
+        return
     site = (self.f_code, self.current_instruction.offset)
     if site in seen.behind:
-        self.push(put_behind(self, fn, args, kwargs, _name(fn)))
+        self.push(put_behind(self, fn, args, kwargs, _name(fn), watched=True))
         return
     answered = seen.answered
     try:
@@ -181,8 +227,8 @@ def call_function(self: Any, fn: Any, args: list[Any], kwargs: dict[str, Any]) -
         # The outermost such call wins: a part of a progress bar's update is no better than all of it.
         # Dynamo warns of calls that it does not know, too; where warnings are errors, that is what stops it.
         stopped = isinstance(failure, Unsupported | Warning) and seen.answered == answered
-        if stopped and result_unused(self) and _may_wait(fn, args, kwargs):
-            seen.could_wait = site
+        if stopped and result_unused(self):
+            _let_wait(self, site, fn, args, kwargs)
         raise
 
 
@@ -216,21 +262,49 @@ def result_unused(tx: Any) -> bool:
     return bool(tx.instructions[tx.instruction_pointer].opname == "POP_TOP")
 
 
-def _may_wait(fn: Any, args: list[Any], kwargs: dict[str, Any]) -> bool:
-    owner = getattr(getattr(fn, "obj", fn), "value", None)
-    if isinstance(owner, nn.Module) and any(p.requires_grad for p in owner.parameters()):
-        return False
-    function = getattr(fn, "fn", getattr(fn, "value", None))
+def _let_wait(tx: Any, site: CallSite, fn: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
+    """Has the next trace put this call behind the program, or refuses it for what it may touch."""
+    seen = observed()
+    function = function_of(fn)
     if getattr(function, "__module__", "") == dist.distributed_c10d.__name__:
-        return function is dist.barrier  # a broadcast, say: what it writes is read in the step
+        if function is dist.barrier:  # a broadcast, say: what it writes is read in the step
+            seen.could_wait = site
+        return
+    if function is None or fn.source is None:
+        return
+    given: list[Any] = []
     differentiable: list[Any] = []
 
     def look(value: Any) -> None:
-        if isinstance(value, TensorVariable) and value.requires_grad:
+        made_here = isinstance(value, TensorVariable) and value.source is None
+        if made_here and value.requires_grad or isinstance(value, LocalGeneratorObjectVariable):
             differentiable.append(value)
+        elif not made_here:
+            given.append(real_value(tx, value))
 
     VariableTracker.visit(look, [args, kwargs])
-    return fn.source is not None and not differentiable
+    trained = {id(leaf) for leaf in seen.leaves}
+    try:
+        check_helper(
+            function,
+            given,
+            differentiable=bool(differentiable),
+            trained=lambda tensor: id(tensor) in trained,
+        )
+    except Touches as reason:
+        if seen.could_wait is None and seen.refusal is None:
+            refuse(
+                tx,
+                _name(fn),
+                seen=f"it cannot be traced, and nobody uses its result; {reason}, so that it cannot wait until the "
+                "step's program has run",
+                wanted="calls that can be traced, or that touch no gradient, parameter, buffer, optimizer, input or "
+                "random generator",
+                fix="write it so that it can be traced (torch's functions, no numbers of Python), call it outside of "
+                'the step (where step.sync_gradients is True, for once per update), or pass on_unsupported="eager"',
+            )
+    else:
+        seen.could_wait = site
 
 
 def _name(fn: Any) -> str:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import CodeType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from gradsync_fx._torch import (
     ConstantVariable,
     GradModeVariable,
+    TensorVariable,
     VariableTracker,
     read_attribute,
 )
@@ -60,6 +61,15 @@ class Declared:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A Python number that the step changes. source: Dynamo's name for it. settable: whether it is an attribute."""
+
+    source: str
+    line: str
+    settable: bool
+
+
 @dataclass(slots=True)
 class NoSync:
     """A `no_sync` of DDP's in the step. before: forwards of DDP modules ahead of it. late: backward, and no forward."""
@@ -78,6 +88,8 @@ class Observed:
     one stopped. in_place: collectives that write their argument. inputs: leaves that are data of the call. read_lists:
     lists (by id) that are appended to, and read. assigned: gradients that are values, each with its version and the
     line where it went into `.grad`; made_of_gradients: whether a node is made of one. answered: calls with an answer.
+    symbols: numbers (by source) that are symbols of the trace from the start; numbers: those that the step changes;
+    lines: where each attribute was set.
     """
 
     demanded: tuple[torch.Tensor, ...] = ()
@@ -106,6 +118,9 @@ class Observed:
     appended: list[Any] = field(default_factory=list)
     could_wait: CallSite | None = None
     answered: int = 0
+    symbols: frozenset[str] = frozenset()
+    numbers: list[Number] = field(default_factory=list)
+    lines: dict[str, str] = field(default_factory=dict)
 
     def leaf_index(self, leaf: torch.Tensor) -> int:
         for i, known in enumerate(self.leaves):
@@ -139,6 +154,7 @@ class Observed:
             self.made_of_gradients.clear()
             self.appended.clear()
             self.declared.clear()
+            self.numbers.clear()
         return self
 
     def roots(self) -> list[tuple[str, nn.Module]]:
@@ -225,11 +241,32 @@ def variable_of(tx: Any, real: torch.Tensor) -> Any:
 
 def real_tensors(tx: Any) -> Iterator[tuple[torch.Tensor, Any]]:
     """The tensors that Dynamo has met, each with its variable."""
+    return real_of_variables(tx, torch.Tensor)
+
+
+def real_of_variables(tx: Any, kinds: Any) -> Iterator[tuple[Any, Any]]:
+    """The objects of these classes that Dynamo has met, each with its variable."""
     effects = tx.output.side_effects
     alive = {id(item): item for item in effects.keepalive}
     for key, var in effects.id_to_variable.items():
-        if isinstance(alive.get(key), torch.Tensor):
+        if isinstance(alive.get(key), kinds):
             yield alive[key], var
+
+
+def function_of(variable: Any) -> Any:
+    """The function that one of Dynamo's variables stands for, with what it is bound to; None for anything else."""
+    function = getattr(variable, "fn", None) or getattr(variable, "value", None)
+    owner = getattr(getattr(variable, "obj", None), "value", None)
+    if owner is not None and isinstance(function, FunctionType):
+        return MethodType(function, owner)
+    return function if callable(function) else None
+
+
+def real_value(tx: Any, variable: Any) -> Any:
+    """What one of Dynamo's variables was made from, as far as it holds that; else None."""
+    if isinstance(variable, TensorVariable):
+        return next((real for real, var in real_tensors(tx) if var is variable), None)
+    return function_of(variable) or getattr(variable, "value", None)
 
 
 def reach(tx: Any, parameter: torch.Tensor) -> Any:

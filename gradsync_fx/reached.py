@@ -11,7 +11,7 @@ import dis
 import enum
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -21,11 +21,32 @@ from torch.optim import Optimizer
 from gradsync_fx.ops import TORCHS
 
 
+FROM_CELLS = ("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_CLOSURE")
+TEXT = "TEXT"  # a constant of code that may be the name of an attribute
+
+
+def uses(code: CodeType) -> Iterator[tuple[str, Any]]:
+    """What code does with names: each instruction's name and argument, those of functions in it, and its texts."""
+    for instruction in dis.get_instructions(code):
+        yield instruction.opname, instruction.argval
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from uses(constant)
+        elif isinstance(constant, str):
+            yield TEXT, constant
+
+
+def cells_of(function: FunctionType) -> dict[str, Any]:
+    """The cells of a function's closure, by name."""
+    return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+
+
 class Unseen(Exception):
     """The trace of an update does not see all that the optimizer's code does."""
 
 
-def _words(text: str) -> frozenset[str]:
+def words(text: str) -> frozenset[str]:
+    """The words of a text, as a set of names."""
     return frozenset(text.split())
 
 
@@ -45,26 +66,26 @@ _PLAIN: tuple[type, ...] = (
 )
 _PLAIN += (torch.dtype, torch.device, torch.layout, torch.memory_format)
 # Modules whose functions compute from their arguments, and do nothing else.
-_PURE = _words(
+_PURE = words(
     "math cmath operator _operator functools _functools itertools collections typing abc numbers builtins "
     "enum types warnings copy dataclasses contextlib typing_extensions __future__ _collections_abc"
 )
 # What tells a stand-in from the parameter, looks past the optimizer, or does something whenever it runs.
-_BUILTINS = _words(
+_BUILTINS = words(
     "id hash print open input exec eval compile globals locals vars setattr delattr breakpoint __import__ "
     "object"
 )
-_ATTRIBUTES = _words(
+_ATTRIBUTES = words(
     "requires_grad requires_grad_ is_leaf grad_fn Parameter data_ptr storage untyped_storage _version "
     "register_hook numpy set_ is_compiling is_grad_enabled compile cuda seed manual_seed initial_seed "
     "get_rng_state set_rng_state Generator default_generator set_default_dtype save load stdout stderr "
     "__dict__ __code__ __globals__ __closure__ __setattr__ __getattribute__"
 )
-_TEXTS = _words("requires_grad is_leaf grad_fn __dict__")
+_TEXTS = words("requires_grad is_leaf grad_fn __dict__")
 _OPTIM = ("torch.optim.",)
 _ROOTS = ("torch", "builtins", "abc", "typing")
 # Methods of a class that are not called when something is computed.
-_ASIDE = _words(
+_ASIDE = words(
     "__init__ __new__ __repr__ __str__ __getstate__ __setstate__ __reduce__ __reduce_ex__ __copy__ "
     "__deepcopy__ __del__"
 )
@@ -177,20 +198,16 @@ class Reached:
         if not isinstance(function, FunctionType):
             raise Unseen(f"it calls {an(function)}")
         self._seen.add(id(function))
-        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             if not is_constant(value, frozen=True):
                 raise Unseen(f"a default of {function.__name__} is {an(value)}")
-        self._code(function.__code__, function.__globals__, cells)
-
-    def _code(self, code: CodeType, names: dict[str, Any], cells: dict[str, Any]) -> None:
-        for instruction in dis.get_instructions(code):
-            op, name = instruction.opname, instruction.argval
+        names, cells = function.__globals__, cells_of(function)
+        for op, name in uses(function.__code__):
             if op in ("STORE_GLOBAL", "DELETE_GLOBAL") or op == "STORE_DEREF" and name in cells:
                 raise Unseen(f"it sets the name {name!r}, outside of itself")
             if op in ("LOAD_GLOBAL", "LOAD_NAME"):
                 self._value(names, name, f"the global {name!r}")
-            elif op in ("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_CLOSURE") and name in cells:
+            elif op in FROM_CELLS and name in cells:
                 self._value(_Cell(cells[name]), name, f"the name {name!r} around it")
             elif op == "IMPORT_NAME":
                 self._module(sys.modules.get(name), name)
@@ -198,13 +215,10 @@ class Reached:
                 self._attribute(name)
                 if op in ("STORE_ATTR", "DELETE_ATTR"):
                     self._set.add(name)
-        for constant in code.co_consts:
-            if isinstance(constant, CodeType):
-                self._code(constant, names, cells)
-            elif isinstance(constant, str):
-                if constant in _TEXTS:
-                    self._attribute(constant)
-                self.names.add(constant)
+            elif op == TEXT:
+                if name in _TEXTS:
+                    self._attribute(name)
+                self.names.add(name)
 
     def _attribute(self, name: str) -> None:
         if name in _ATTRIBUTES:

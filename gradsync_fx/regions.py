@@ -105,7 +105,13 @@ def find_regions(step: Step) -> Regions:
     # A tensor that the step keeps (an average, a count) is no data; an input that it changes is.
     kept = {argument(write, 0) for write in effects} - upstream(cuts)
     from_data = downstream(
-        [h for h, slot in kinds.items() if slot.kind is Kind.DATA and h not in kept], without=stops
+        [
+            h
+            for h, slot in kinds.items()
+            # A number (a count, a size) makes no data of what it scales.
+            if slot.kind is Kind.DATA and h not in kept and isinstance(h.meta["val"], torch.Tensor)
+        ],
+        without=stops,
     )
 
     boundary: dict[Node, frozenset[Node]] = {}

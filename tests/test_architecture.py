@@ -39,6 +39,7 @@ LAYERS = [
         "diagnosis.graph",
     ],
     ["reached"],
+    ["left_out"],
     ["footprint"],
     [
         "optimizer_state",
@@ -55,6 +56,7 @@ LAYERS = [
         "remat",
         "diagnosis.events",
     ],
+    ["untouched"],
     [
         "later",
         "drift",
@@ -68,7 +70,7 @@ LAYERS = [
         "diagnosis.windows",
         "diagnosis.watch",
     ],
-    ["step_arguments"],
+    ["step_arguments", "counts"],
     [
         "answers",
         "stages",
@@ -94,7 +96,7 @@ LAYERS = [
         "inspection.page",
         "diagnosis.rules",
     ],
-    ["past_autograd"],
+    ["past_autograd", "with_updates"],
     ["capture", "inspection.text", "inspection.graphs", "inspection.tensors", "diagnose"],
     [
         "passes.sums",

@@ -192,6 +192,40 @@ def test_a_value_that_was_read_on_the_host_cannot_be_made_again() -> None:
     same(ours.slow, theirs.slow)
 
 
+def clip_by_history(history: list[float], model: nn.Module) -> None:
+    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm().item()
+    history.append(norm)
+    limit = sum(history) / len(history)
+    if norm > 0.5 * limit:
+        for p in model.parameters():
+            p.grad.mul_(0.5 * limit / norm)
+
+
+def test_a_clipping_by_values_that_were_read_from_gradients_is_refused() -> None:
+    """On calls that end no window they are not those of the window."""
+
+    def step(
+        model: nn.Module, history: list[float], optimizer: Optimizer, x: Tensor, y: Tensor
+    ) -> Tensor:
+        loss = mse(model, x, y)
+        loss.backward()
+        clip_by_history(history, model)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    def run(k: int) -> None:
+        model, history = mlp(), list[float]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = quick(step, k, on_unsupported="eager")
+        for batch in regression(1, 2)[0]:
+            run(model, history, optimizer, *batch)
+
+    error = refused(gradsync_fx.CaptureError, "test_eager_effects.py", run, 2)
+    assert "no item()" in error.fix
+    run(1)
+
+
 def test_a_compiled_model_stays_compiled() -> None:
     graphs: list[Any] = []
 

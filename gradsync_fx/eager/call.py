@@ -107,6 +107,8 @@ class EagerCall:
             keys = ("norm_type", "error_if_nonfinite", "foreach")
             how = {**how, **dict(zip(keys, self._norm, strict=False))}
         owners = self._owners(names)
+        if self.effects is not None:
+            self.effects.check_clipping(held, how)
         self.deeds.append(Clip(owners, function, held, tuple(how.items()), self._norm_slot))
         if self._reach(owners):
             run()

@@ -67,7 +67,7 @@ class Effects:
         self._counts: list[Count] = []
         self._fed: set[int] = set()
         self._known: dict[int, Held] = {}
-        self.is_paused = self._read_on_host = False
+        self.is_paused = self._read_on_host = self._read_updated = False
         self._slots = 0
         known, owners = step.capture.parameters, step.owners()
         self._owner_of = {id(p): owners[name] for name, p in known.items() if name in owners}
@@ -147,6 +147,7 @@ class Effects:
         ready = late is None or self._ready(late)
         if function is ITEM:
             self._read_on_host = self._read_on_host or bool(origin.reads)
+            self._read_updated = self._read_updated or bool(origin.reads and not origin.gradient)
             self._fed |= origin.kept  # a branch, perhaps, round a write of the update
         made = origin.reads or not origin.data  # what a late write may be made of
         for target in targets if made else ():
@@ -240,24 +241,34 @@ class Effects:
         return not late.gradient and all(self._call.closes(number) for number in late.reads)
 
     def _check_same(self, target: torch.Tensor, late: Origin) -> None:
+        """Raises `CaptureError` where the window's call before wrote it otherwise."""
         self._fed |= late.kept
         held = self._held(target)
         gradient = held.parameter if held is not None else None
         key = ("grad", id(gradient)) if gradient is not None else storage_of(target)
+        self._compare(key, late.sign, lambda: f"write to {self._name(target)}")
+
+    def check_clipping(self, parameters: Sequence[torch.Tensor], numbers: Any) -> None:
+        """The same for a clipping of these gradients, with its limits."""
+        plain = tuple(v for v in tree_leaves(numbers) if isinstance(v, int | float))
+        self._compare(("clip", *map(id, parameters)), hash(plain), lambda: "clipping")
+
+    def _compare(self, key: Any, sign: int, what: Callable[[], str]) -> None:
         found = self.signs.setdefault(key, [])
-        found.append(0 if self._read_on_host else late.sign)
-        if self._earlier is None or (gradient is not None and key not in self._earlier):
-            return
-        before = self._earlier.get(key, [])
-        if len(before) < len(found) or (found[-1] and before[len(found) - 1] not in (0, found[-1])):
-            raise _differs(self._name(target), user_line()[0])
+        # A number read from an updated parameter is another where there is an update.
+        found.append(0 if self._read_updated else sign)
+        if self._earlier is None or (isinstance(key, tuple) and key not in self._earlier):
+            return  # of gradients: another call need not have had them
+        before = self._earlier.get(key, [])[len(found) - 1 :][:1]
+        if not before or (found[-1] and before[0] not in (0, found[-1])):
+            raise _differs(f"{what()}, at {user_line()[0]}")
 
     def end(self) -> None:
         """When the step has ended. Raises `CaptureError` where it left out a late write of the call before."""
         self._settle_counts()
         for key, before in (self._earlier or {}).items():
             if isinstance(key, int) and len(self.signs.get(key, [])) < len(before):
-                raise _differs("a tensor", "its code behind the update")
+                raise _differs("its code behind the update")
 
     def _name(self, target: torch.Tensor) -> str:
         named = {**self._step.capture.parameters, **self._step.capture.buffers}
@@ -348,11 +359,12 @@ def _set_data(target: torch.Tensor, value: torch.Tensor) -> None:
     target.data = value
 
 
-def _differs(what: str, line: str) -> CaptureError:
+def _differs(culprit: str) -> CaptureError:
     return CaptureError(
-        f"write to {what}, at {line}",
-        seen="the step runs eagerly, and makes it with other numbers, or in another way, in calls of one window: "
-        "with a number that counts calls, perhaps; it belongs to the update, which happens once",
-        wanted="what is written once per update, of numbers that change with the update alone",
-        fix="take the count from step.optimizer_step, or keep it in a tensor that is changed behind optimizer.step()",
+        culprit,
+        seen="the step runs eagerly, and does this with other numbers, or in another way, in calls of one window: with "
+        "a count of calls, perhaps, or a value read from a gradient; it belongs to the update, which happens once",
+        wanted="what is done once per update, with numbers that change with the update alone",
+        fix="take the count from step.optimizer_step, or keep it in a tensor that is changed behind optimizer.step(); "
+        "compute with tensors of gradients (no item())",
     )

@@ -92,6 +92,7 @@ class EagerWindow:
             result = micro_step.run(self._function, args, kwargs, self._globals)
         finally:
             step.forget_gradients()
+            executor.accumulators.toggled(step)
         return tree_map_only(torch.Tensor, torch.Tensor.detach, result)
 
 
