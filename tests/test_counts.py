@@ -1,0 +1,123 @@
+"""Python numbers that a step changes: with an update where they feed nothing but updates, in every call otherwise."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import gradsync_fx
+from tests.drive import plain_step, quick
+from tests.models import mlp
+from tests.reference import mse, regression
+from tests.refusals import refused
+from tests.scenarios import counted
+from tests.scenarios.counted import Average, Counted, averaging, reference
+from tests.workers import Ranks
+
+
+pytestmark = pytest.mark.captured
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_the_count_of_an_average(k: int, backend: str) -> None:
+    """Two windows, a skip in a last slot, and a flush."""
+    model = mlp()
+    twin = copy.deepcopy(model)
+    average, other = Average(model), Average(twin)
+    optimizer, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
+    step = quick(averaging, k, backend=backend)
+    windows = [*regression(2, k), *regression(2, max(1, k - 1), seed=3)]
+    for i, window in enumerate(windows):
+        for batch in window:
+            step(model, average, optimizer, *batch)
+        if step.pending and i == 2:
+            step.skip()
+        step.flush()
+    reference(twin, other, theirs, windows)
+    assert average.count == other.count == 4
+    assert average.seen == sum(map(len, windows))
+    for p, q in zip(average.slow.parameters(), other.slow.parameters(), strict=True):
+        torch.testing.assert_close(p, q, atol=1e-6, rtol=0)
+    assert step.compile_count <= 3
+
+
+@pytest.mark.gloo
+@pytest.mark.inductor
+def test_on_two_ranks(ranks: Ranks) -> None:
+    found = ranks(counted.averages)
+    for one, both in zip(found[0], found[1], strict=True):
+        assert torch.equal(one, both)
+
+
+def test_a_number_that_feeds_the_update_is_refused_where_it_cannot_wait() -> None:
+    counts = {"n": 0}
+
+    def step(model: nn.Module, slow: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> None:
+        plain_step(model, optimizer, x, y)
+        counts["n"] += 1
+        with torch.no_grad():
+            for p, q in zip(slow.parameters(), model.parameters(), strict=True):
+                p.lerp_(q, 1 / (1 + counts["n"]))
+
+    def run(k: int) -> None:
+        model = mlp()
+        slow, optimizer = copy.deepcopy(model), torch.optim.SGD(model.parameters(), lr=0.1)
+        stepped = quick(step, k)
+        for batch in regression(3, 1):
+            stepped(model, slow, optimizer, *batch[0])
+
+    error = refused(gradsync_fx.CaptureError, "test_counts.py", run, 2)
+    assert "attribute" in error.fix
+    run(1)
+
+
+def test_a_number_that_feeds_the_loss_too_changes_on_every_call() -> None:
+    class Warm:
+        n = 0
+
+    def step(model: nn.Module, warm: Any, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        warm.n += 1
+        loss = mse(model, x, y) * (1 / warm.n)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    model, warm = mlp(), Warm()
+    twin = copy.deepcopy(model)
+    optimizer, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
+    run, windows = quick(step, 2), regression(3, 2)
+    for batch in (b for window in windows for b in window):
+        run(model, warm, optimizer, *batch)
+    n = 0
+    for window in windows:
+        for batch in window:
+            n += 1
+            (mse(twin, *batch) / n / 2).backward()
+        theirs.step()
+        theirs.zero_grad()
+    assert warm.n == n == 6
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, atol=1e-6, rtol=0)
+
+
+def test_a_class_of_users_with_a_ramp() -> None:
+    """A decay of `min(...)` and a branch on the count."""
+    model = mlp()
+    twin = copy.deepcopy(model)
+    average, other = Counted(model), Counted(twin)
+    optimizer, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
+    step, windows = quick(averaging, 2), regression(4, 2)
+    for batch in (b for window in windows for b in window):
+        step(model, average, optimizer, *batch)
+    reference(twin, other, theirs, windows)
+    assert average.count == other.count == 4
+    for p, q in zip(average.slow.parameters(), other.slow.parameters(), strict=True):
+        torch.testing.assert_close(p, q, atol=1e-6, rtol=0)
