@@ -66,7 +66,7 @@ try:
     from torch._dynamo.backends.registry import _COMPILER_FNS as dynamo_compilers
     from torch._dynamo.backends.registry import lookup_backend
     from torch._dynamo.convert_frame import compile_lock
-    from torch._dynamo.exc import TorchDynamoException, Unsupported
+    from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError, Unsupported
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.side_effects import SideEffects
     from torch._dynamo.source import ConstantSource
@@ -354,6 +354,7 @@ __all__ = [
     "SymNodeVariable",
     "TensorVariable",
     "TorchDynamoException",
+    "TorchRuntimeError",
     "TracingContext",
     "TupleVariable",
     "UserDefinedObjectVariable",

@@ -110,7 +110,10 @@ def backward(
     seen.answered += 1
     for entered in seen.no_syncs:
         entered.late = entered.late or entered.before == seen.forwards
+    seen.backwards += 1
     leaves = leaves_among(self, wanted)
+    if not self.requires_grad:
+        call(tx, torch.autograd.grad, self, TupleVariable([self]))  # raises what torch raises
     if not leaves:
         return const(None)
     real_of = {var: real for real, var in real_tensors(tx)}

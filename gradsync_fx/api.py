@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
-import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from gradsync_fx.between_calls import discard, flush, set_steps, skip
+from gradsync_fx.between_calls import discard, flush, set_steps, skip, warn_of_pending
 from gradsync_fx.capture import traced
 from gradsync_fx.captured import CapturedStep
 from gradsync_fx.catalogue import Found
@@ -21,7 +20,7 @@ from gradsync_fx.eager.window import EagerWindow
 from gradsync_fx.errors import (
     CaptureError,
     ForeignParameterError,
-    GradSyncWarning,
+    NoBackwardError,
     NoGradientError,
     NoOptimizerError,
     ParallelismError,
@@ -35,6 +34,7 @@ from gradsync_fx.inspection.uncaptured import describe_eager
 from gradsync_fx.lost import NamedLosses
 from gradsync_fx.lowering import decompositions
 from gradsync_fx.options import Options
+from gradsync_fx.own_errors import USERS_FRAMES, raise_own
 from gradsync_fx.parallelism import refuse_other_parallelism
 from gradsync_fx.refusals import no_copies
 from gradsync_fx.saving import load, load_file, save, save_file
@@ -70,7 +70,7 @@ class OptimizedStep:
             f"step {self._name!r}",
             fix="make a step for each thread: gradsync_fx.optimize(train_step, ...)",
         )
-        weakref.finalize(self, _warn_of_pending, self._executor, self._name)
+        weakref.finalize(self, warn_of_pending, self._executor, self._name)
 
     def __get__(self, instance: Any, owner: type | None = None) -> OptimizedStep:
         """As a decorated method: each object has a step, and a window, of its own."""
@@ -82,7 +82,7 @@ class OptimizedStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One micro-step. Returns what the step returns, tensors detached."""
-        with self._one_thread.held(), self._losses:
+        with USERS_FRAMES, self._one_thread.held(), self._losses:
             executor = self._executor
             if self._to_check:
                 verdict = self.self_check(*args, **kwargs)
@@ -101,7 +101,7 @@ class OptimizedStep:
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Captures and compiles for these arguments without running anything."""
-        with self._one_thread.held(), self._losses:
+        with USERS_FRAMES, self._one_thread.held(), self._losses:
             try:
                 captured = self._find.capture_of(args, kwargs)
             except CaptureError as why:
@@ -232,7 +232,7 @@ class OptimizedStep:
 
     def capture(self, *args: Any, **kwargs: Any) -> None:
         """Captures a call with these arguments, compiling and running nothing: enough for `report`."""
-        with self._one_thread.held():
+        with USERS_FRAMES, self._one_thread.held():
             self._find.capture_of(args, kwargs)
 
     def set_gradient_accumulation_steps(self, k: Any) -> None:
@@ -242,7 +242,13 @@ class OptimizedStep:
 
 
 # Refused by an eager run, too.
-_EITHER_WAY = (NoOptimizerError, NoGradientError, ForeignParameterError, ParallelismError)
+_EITHER_WAY = (
+    NoOptimizerError,
+    NoBackwardError,
+    NoGradientError,
+    ForeignParameterError,
+    ParallelismError,
+)
 
 
 class _Finder:
@@ -290,9 +296,11 @@ class _Finder:
         try:
             try:
                 result = self._call(*args, **kwargs)
-            except Exception:
+            except Exception as failure:
                 # The user's code behind the program, perhaps: then the other ranks wait for the window's second half.
                 self._executor.finish()
+                if not self._executor.talks:  # a second time, that would hang
+                    raise_own(self._train_step, args, kwargs, failure)
                 raise
             self._executor.finish()
             return result
@@ -323,6 +331,9 @@ class _Finder:
             self._call(*args, **kwargs)
         except Found as found:
             return found.captured
+        except CaptureError as failure:
+            raise_own(self._train_step, args, kwargs, failure)
+            raise
         finally:
             self._executor.only_find = False
         raise AssertionError("a traced step ran where it was only to be found")
@@ -337,17 +348,6 @@ class _Finder:
             return self.capture_of(*self._last)
         finally:
             self._demand.key, self._demand.parameters = "", ()
-
-
-def _warn_of_pending(executor: Executor, name: str) -> None:
-    pending = executor.window.pending
-    if pending and executor.saved != executor.window:
-        warnings.warn(
-            f"{name} ended with {pending} pending micro-steps in an open window: they are lost. Call flush() after the "
-            "last batch, or discard() to drop them on purpose.",
-            GradSyncWarning,
-            stacklevel=2,
-        )
 
 
 def optimize(train_step: Callable[..., Any] | None = None, **options: Any) -> Any:

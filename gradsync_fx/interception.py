@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradsync_fx import answers, gradient_values, in_place, later
 from gradsync_fx._torch import (
+    FAKE_TENSOR_LOG,
     FORMATS_NUMBERS,
     READ_ATTRIBUTE,
     CollectiveFunctionRewriteVariable,
@@ -46,6 +48,9 @@ def intercepting(fresh: Observed) -> Iterator[Observed]:
                 allow_unspec_int_on_nn_module=True,
             )
         )
+        # What the step raises becomes its own error, without torch's log of it.
+        log = logging.getLogger(FAKE_TENSOR_LOG)
+        stack.enter_context(mock.patch.object(log, "disabled", True))
         stack.enter_context(in_place_of_backward(answers.backward))
         for owner, name, new in (
             (UserDefinedObjectVariable, READ_ATTRIBUTE, answers.attribute),

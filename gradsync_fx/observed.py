@@ -94,6 +94,7 @@ class Observed:
     no_syncs: list[NoSync] = field(default_factory=list)
     declared: list[Declared] = field(default_factory=list)
     forwards: int = 0
+    backwards: int = 0
     variables: dict[int, Any] = field(default_factory=dict)
     chain: Any = None
     graph: Any = None
@@ -130,6 +131,7 @@ class Observed:
         """Dynamo may start a trace over: what belongs to the graph that it gave up goes."""
         if self.graph is not graph:
             self.graph, self.chain, self.weights, self.forwards = graph, None, 0, 0
+            self.backwards = 0
             self.host_calls.clear()
             self.no_syncs.clear()
             self.moved.clear()
