@@ -219,6 +219,7 @@ def guard_identity(owner: Any) -> None:
 
 
 def _drop(tx: Any, parameters: Iterable[torch.Tensor]) -> Any:
+    observed().in_graph(tx.output).zeroed = True
     for p in parameters:
         var = variable_of(tx, p)
         if var is not None and not is_none(pending_grad(tx, var)):
@@ -319,6 +320,7 @@ def _end(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         if "grad" not in attributes:
             continue
         grad, real = attributes.pop("grad"), real_of.get(var)
+        seen.left |= isinstance(real, nn.Parameter) and not is_none(grad)
         if not isinstance(real, torch.Tensor):
             continue
         if not isinstance(real, nn.Parameter) and id(real) not in owned and _is_input(var):

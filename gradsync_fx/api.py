@@ -10,21 +10,21 @@ from typing import Any
 
 import torch
 
-from gradsync_fx.between_calls import discard, flush, set_steps, skip, warn_of_pending
+from gradsync_fx.between_calls import (
+    discard,
+    flush,
+    set_steps,
+    skip,
+    warn_of_mistakes,
+    warn_of_pending,
+)
 from gradsync_fx.capture import traced
 from gradsync_fx.captured import CapturedStep
 from gradsync_fx.catalogue import Found
 from gradsync_fx.controls import Demand
 from gradsync_fx.eager.step import EagerStep
 from gradsync_fx.eager.window import EagerWindow
-from gradsync_fx.errors import (
-    CaptureError,
-    ForeignParameterError,
-    NoBackwardError,
-    NoGradientError,
-    NoOptimizerError,
-    ParallelismError,
-)
+from gradsync_fx.errors import CaptureError
 from gradsync_fx.executor import Executor
 from gradsync_fx.files import Place
 from gradsync_fx.inspection.costs import Hardware
@@ -36,7 +36,7 @@ from gradsync_fx.lowering import decompositions
 from gradsync_fx.options import Options
 from gradsync_fx.own_errors import USERS_FRAMES, raise_own
 from gradsync_fx.parallelism import refuse_other_parallelism
-from gradsync_fx.refusals import no_copies
+from gradsync_fx.refusals import EITHER_WAY, no_copies
 from gradsync_fx.saving import load, load_file, save, save_file
 from gradsync_fx.self_check import Verdict, check
 from gradsync_fx.threads import OneAtATime
@@ -95,6 +95,7 @@ class OptimizedStep:
             result = self._find.call(*args, **kwargs)
             if first:
                 executor.accumulators.drop_gradients()
+                warn_of_mistakes(executor)
             if executor.sync_gradients and executor.window.optimizer_step == 1:
                 artifact("report", lambda: self.report().to_json())
             return result
@@ -241,16 +242,6 @@ class OptimizedStep:
             set_steps(self._executor, k)
 
 
-# Refused by an eager run, too.
-_EITHER_WAY = (
-    NoOptimizerError,
-    NoBackwardError,
-    NoGradientError,
-    ForeignParameterError,
-    ParallelismError,
-)
-
-
 class _Finder:
     """Calls the traced step: to run it, or only to learn which capture some arguments lead to."""
 
@@ -283,7 +274,7 @@ class _Finder:
 
     def run_eagerly(self, why: CaptureError) -> None:
         """From now on without a capture. Raises `why` where the options forbid that, or eager is no way out."""
-        same = isinstance(why, _EITHER_WAY)
+        same = isinstance(why, EITHER_WAY)
         if self._executor.options.on_unsupported != "eager" or same:
             raise why
         self.eager = EagerWindow(self._train_step, self._executor, why)

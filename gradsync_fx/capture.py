@@ -65,6 +65,7 @@ class Capture:
     batch_norms: tuple[str, ...]
     moved: tuple[str, ...]
     declared: tuple[Declared, ...]
+    never_zeroed: bool
 
 
 _serial = itertools.count()
@@ -251,6 +252,7 @@ def _capture(
         batch_norms=batch_norms(seen),
         moved=tuple(seen.moved),
         declared=tuple(seen.declared),
+        never_zeroed=seen.left and not (seen.zeroed or seen.assigned or manual),
     )
 
 
@@ -348,7 +350,8 @@ def no_optimizer_error() -> NoOptimizerError:
         "the step",
         seen="it never reaches an optimizer: no parameter is changed",
         wanted="a call of optimizer.step() on the parameters that loss.backward() reaches",
-        fix="call optimizer.step() in the step on every call; when it takes effect is decided for you",
+        fix="call optimizer.step() in the step on every call, without an `if (i + 1) % k == 0` round it: when it takes "
+        'effect is decided for you; or pass gradient_accumulation_steps="manual", where that `if` decides',
     )
 
 

@@ -78,6 +78,7 @@ class Observed:
     one stopped. in_place: collectives that write their argument. inputs: leaves that are data of the call. read_lists:
     lists (by id) that are appended to, and read. assigned: gradients that are values, each with its version and the
     line where it went into `.grad`; made_of_gradients: whether a node is made of one. answered: calls with an answer.
+    zeroed: gradients are dropped somewhere in the step. left: the end finds some.
     """
 
     demanded: tuple[torch.Tensor, ...] = ()
@@ -95,6 +96,8 @@ class Observed:
     declared: list[Declared] = field(default_factory=list)
     forwards: int = 0
     backwards: int = 0
+    zeroed: bool = False
+    left: bool = False
     variables: dict[int, Any] = field(default_factory=dict)
     chain: Any = None
     graph: Any = None
@@ -131,7 +134,7 @@ class Observed:
         """Dynamo may start a trace over: what belongs to the graph that it gave up goes."""
         if self.graph is not graph:
             self.graph, self.chain, self.weights, self.forwards = graph, None, 0, 0
-            self.backwards = 0
+            self.backwards, self.zeroed, self.left = 0, False, False
             self.host_calls.clear()
             self.no_syncs.clear()
             self.moved.clear()

@@ -48,6 +48,7 @@ LAYERS = [
         "journal",
         "refusals",
         "explained",
+        "habits",
         "scaling",
         "eager",
         "eager.deeds",

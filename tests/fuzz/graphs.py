@@ -352,6 +352,7 @@ class Maker:
             batch_norms=(),
             moved=(),
             declared=(),
+            never_zeroed=False,
         )
         return Made(
             sketch, capture, self.markers, self.updates, self.synced, self.noted, self.rules
