@@ -67,6 +67,7 @@ from gradsync_fx.observed import (
 from gradsync_fx.opaque import calls_its_closure_once, closure_given
 from gradsync_fx.ops import Role
 from gradsync_fx.optimizer_state import in_groups, parameters_of
+from gradsync_fx.sparse import refuse_sparse
 from gradsync_fx.step_arguments import closure_of, given_text
 
 
@@ -116,6 +117,7 @@ def backward(
         call(tx, torch.autograd.grad, self, TupleVariable([self]))  # raises what torch raises
     if not leaves:
         return const(None)
+    refuse_sparse(tx, leaves)
     real_of = {var: real for real, var in real_tensors(tx)}
     kwargs = {"allow_unused": const(True)}
     if retain_graph is not None:

@@ -20,25 +20,20 @@ def explained(failure: BaseException, function: Callable[..., Any]) -> GradSyncE
             return cause
         cause = getattr(cause, "inner_exception", None) or cause.__cause__
     lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
-    said = {
-        key: next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), "")
-        for key in ("Explanation", "Hint")
-    }
+    explanation = next((line.partition(":")[2] for line in lines if _EXPLAINS in line), "").strip()
     seen = lines[0] if lines else type(failure).__name__
     raised = next((line.partition("raised exception")[2] for line in lines if _RAISED in line), "")
-    reason = f"the step raises: {raised.strip()}" if raised else said["Explanation"]
-    empty = ("file an issue", "Your code may result in an error")
-    hint = "" if any(text in said["Hint"] for text in empty) else said["Hint"].rstrip(".")
+    reason = f"the step raises: {raised.strip()}" if raised else explanation
     return CaptureError(
         f"graph break at {_user_place(str(failure), function)}",
         seen=f"{seen} ({reason})" if reason and reason != seen else seen,
         wanted="a step that is traced whole",
-        fix=f'{hint or "move this out of the step"}; or pass on_unsupported="eager": the same window, without the '
-        "graph rewrite",
+        # torch's own hints are for its compiler's graph breaks, and lead nowhere here.
+        fix='pass on_unsupported="eager": the same windows, without the graph rewrite; or leave this line out',
     )
 
 
-_RAISED = "raised exception"
+_RAISED, _EXPLAINS = "raised exception", "Explanation"
 
 
 def _user_place(text: str, function: Callable[..., Any]) -> str:

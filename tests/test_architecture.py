@@ -60,6 +60,7 @@ LAYERS = [
         "later",
         "drift",
         "gradient_values",
+        "sparse",
         "in_place",
         "opaque",
         "replicas",
