@@ -60,12 +60,14 @@ check_version()
 
 try:
     from torch import _dynamo as dynamo
+    from torch._C._dynamo.eval_frame import reset_code
     from torch._dynamo import config as dynamo_config
     from torch._dynamo import optimize as dynamo_optimize
     from torch._dynamo.backends.registry import _BACKENDS as dynamo_backends
     from torch._dynamo.backends.registry import _COMPILER_FNS as dynamo_compilers
     from torch._dynamo.backends.registry import lookup_backend
     from torch._dynamo.convert_frame import compile_lock
+    from torch._dynamo.eval_frame import cached_backends
     from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError, Unsupported
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.side_effects import SideEffects
@@ -312,6 +314,7 @@ __all__ = [
     "leaves_among",
     "load_attribute",
     "read_attribute",
+    "reset_code",
     "saved_factor",
     "started_collectives",
     "counted_by_scheduler",
@@ -320,6 +323,7 @@ __all__ = [
     "tensorify_numbers",
     "total_norm",
     "aot_graphs",
+    "cached_backends",
     "dynamo_builder",
     "compile_fx",
     "dynamo",

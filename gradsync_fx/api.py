@@ -70,7 +70,7 @@ class OptimizedStep:
             f"step {self._name!r}",
             fix="make a step for each thread: gradsync_fx.optimize(train_step, ...)",
         )
-        weakref.finalize(self, warn_of_pending, self._executor, self._name)
+        weakref.finalize(self, _end, self._executor, self._name, self._find.forget)
 
     def __get__(self, instance: Any, owner: type | None = None) -> OptimizedStep:
         """As a decorated method: each object has a step, and a window, of its own."""
@@ -252,7 +252,7 @@ class _Finder:
         self._last: tuple[Any, Any] | None = None
         self.eager: EagerWindow | None = None
         self._groups: dict[int, list[int]] = {}
-        self._call = traced(
+        self._traced = traced(
             train_step,
             executor.on_capture,
             decompositions(options),
@@ -286,7 +286,7 @@ class _Finder:
         self._demand.key = self._changed_groups()
         try:
             try:
-                result = self._call(*args, **kwargs)
+                result = self._traced.call(*args, **kwargs)
             except Exception as failure:
                 # The user's code behind the program, perhaps: then the other ranks wait for the window's second half.
                 self._executor.finish()
@@ -314,12 +314,16 @@ class _Finder:
                     changed[id(optimizer)] = sizes
         return repr(list(changed.values())) if changed else ""
 
+    def forget(self) -> None:
+        """Of a step that is gone: nothing keeps its model and programs alive."""
+        self._traced.forget()
+
     def capture_of(self, args: Any, kwargs: Any) -> CapturedStep:
         """Captures a call without running it."""
         self._look_at(args, kwargs)
         self._executor.only_find = True
         try:
-            self._call(*args, **kwargs)
+            self._traced.call(*args, **kwargs)
         except Found as found:
             return found.captured
         except CaptureError as failure:
@@ -339,6 +343,12 @@ class _Finder:
             return self.capture_of(*self._last)
         finally:
             self._demand.key, self._demand.parameters = "", ()
+
+
+def _end(executor: Executor, name: str, forget: Callable[[], None]) -> None:
+    """Of a step that is gone."""
+    warn_of_pending(executor, name)
+    forget()
 
 
 def optimize(train_step: Callable[..., Any] | None = None, **options: Any) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
@@ -24,8 +25,10 @@ from gradsync_fx._torch import (
     FakeTensorMode,
     TorchDynamoException,
     aot_module_simplified,
+    cached_backends,
     detect_fake_mode,
     dynamo_optimize,
+    reset_code,
     tree_map_only,
 )
 from gradsync_fx.canonicalize import canonicalize
@@ -73,6 +76,20 @@ _NO_NOTES = torch.empty(0)  # handed to torch where notes end, by which it knows
 OnCapture = Callable[[Capture], Callable[[list[Any]], Any]]
 
 
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A callable that captures as needed; Dynamo holds what it captured, by the step's code and by its backend."""
+
+    call: Callable[..., Any]
+    code: CodeType
+    backend: int
+
+    def forget(self) -> None:
+        """Has Dynamo let go of model, optimizer and programs; nobody will call the step again."""
+        reset_code(self.code)
+        cached_backends.pop(self.backend, None)
+
+
 def traced(
     function: Callable[..., Any],
     on_capture: OnCapture,
@@ -82,7 +99,7 @@ def traced(
     *,
     manual: bool = False,
     rank_timeout: float | None = None,
-) -> Callable[..., Any]:
+) -> Traced:
     """A callable that captures `function` as needed and hands each call's flat inputs to what `on_capture` returned.
 
     manual: calls that do not reach an optimizer are micro-steps of a window, not mistakes. Raises `CaptureError`
@@ -115,7 +132,7 @@ def traced(
                 if not scoped.try_again():
                     raise explained(failure, function) from failure
 
-    return call
+    return Traced(call, whole_step.__code__, id(compile_graph))
 
 
 class _Scoped:
