@@ -61,6 +61,7 @@ check_version()
 try:
     from torch import _dynamo as dynamo
     from torch._C._dynamo.eval_frame import reset_code
+    from torch._decomp import decompositions as torch_decompositions
     from torch._dynamo import config as dynamo_config
     from torch._dynamo import optimize as dynamo_optimize
     from torch._dynamo.backends.registry import _BACKENDS as dynamo_backends
@@ -177,6 +178,7 @@ NEEDED: tuple[tuple[Any, str], ...] = (
     (TensorVariable, "_collect_backward_inputs"),
     (InstructionTranslator, "current_tx"),
     (SideEffects, "store_attr"),
+    (torch_decompositions, "select_one_layer_lstm_function"),
     (InstructionTranslatorBase, "call_function"),
     (InstructionTranslatorBase, "_load_attr"),
     (InstructionTranslatorBase, "_format_value"),
@@ -321,6 +323,7 @@ __all__ = [
     "step_hooks",
     "summed_sizes",
     "tensorify_numbers",
+    "torch_decompositions",
     "total_norm",
     "aot_graphs",
     "cached_backends",

@@ -67,6 +67,7 @@ from gradsync_fx.observed import (
 from gradsync_fx.opaque import calls_its_closure_once, closure_given
 from gradsync_fx.ops import Role
 from gradsync_fx.optimizer_state import in_groups, parameters_of
+from gradsync_fx.recurrent import refuse_dropout
 from gradsync_fx.sparse import refuse_sparse
 from gradsync_fx.step_arguments import closure_of, given_text
 
@@ -383,6 +384,7 @@ def attribute(self: Any, tx: Any, name: str) -> Any:
     value = self.value
     if isinstance(value, nn.Module):
         observed().saw_module(self.source.name if self.source is not None else "", value, self)
+        refuse_dropout(tx, value, name)
         if name == "module" and isinstance(value, DistributedDataParallel):
             observed().in_graph(tx.output).forwards += 1
     for owner, attributes, answer in chain(observed().answers, _ANSWERS):

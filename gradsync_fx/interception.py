@@ -26,6 +26,7 @@ from gradsync_fx._torch import (
     dynamo_builder,
     dynamo_config,
     in_place_of_backward,
+    torch_decompositions,
 )
 from gradsync_fx.observed import Observed, observing
 
@@ -46,6 +47,7 @@ def intercepting(fresh: Observed) -> Iterator[Observed]:
                 reorderable_logging_functions={print},
                 # A counter, wherever it is kept, is a number of the step from its second value on.
                 allow_unspec_int_on_nn_module=True,
+                allow_rnn=True,
             )
         )
         # What the step raises becomes its own error, without torch's log of it.
@@ -62,6 +64,12 @@ def intercepting(fresh: Observed) -> Iterator[Observed]:
             (aot_graphs, "_apply_tensorify_python_scalars", later.keep_numbers),
             (CollectiveFunctionRewriteVariable, "call_function", in_place.call_function),
             (SideEffects, "store_attr", gradient_values.store_attr),
+            # One kernel for an LSTM on the CPU: in a graph, its backward lacks what its forward keeps.
+            (
+                torch_decompositions,
+                "select_one_layer_lstm_function",
+                lambda *args: torch_decompositions.one_layer_lstm,
+            ),
             (DebuggingVariable, "call_function", later.debugging_call),
             (LoggingLoggerVariable, "call_method", later.logger_call),
         ):

@@ -61,6 +61,7 @@ LAYERS = [
         "drift",
         "gradient_values",
         "sparse",
+        "recurrent",
         "in_place",
         "opaque",
         "replicas",
