@@ -6,6 +6,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ class OptimizedStep:
             f"step {self._name!r}",
             fix="make a step for each thread: gradsync_fx.optimize(train_step, ...)",
         )
-        weakref.finalize(self, _end, self._executor, self._name, self._find.forget)
+        weakref.finalize(self, _end, self._executor, self._name, self._find.at_end)
 
     def __get__(self, instance: Any, owner: type | None = None) -> OptimizedStep:
         """As a decorated method: each object has a step, and a window, of its own."""
@@ -252,7 +253,8 @@ class _Finder:
         self._last: tuple[Any, Any] | None = None
         self.eager: EagerWindow | None = None
         self._groups: dict[int, list[int]] = {}
-        self._traced = traced(
+        self.at_end = ExitStack()
+        self._call = traced(
             train_step,
             executor.on_capture,
             decompositions(options),
@@ -260,6 +262,7 @@ class _Finder:
             self._demand,
             manual=options.manual,
             rank_timeout=options.rank_timeout,
+            at_end=self.at_end,
         )
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -286,7 +289,7 @@ class _Finder:
         self._demand.key = self._changed_groups()
         try:
             try:
-                result = self._traced.call(*args, **kwargs)
+                result = self._call(*args, **kwargs)
             except Exception as failure:
                 # The user's code behind the program, perhaps: then the other ranks wait for the window's second half.
                 self._executor.finish()
@@ -314,16 +317,12 @@ class _Finder:
                     changed[id(optimizer)] = sizes
         return repr(list(changed.values())) if changed else ""
 
-    def forget(self) -> None:
-        """Of a step that is gone: nothing keeps its model and programs alive."""
-        self._traced.forget()
-
     def capture_of(self, args: Any, kwargs: Any) -> CapturedStep:
         """Captures a call without running it."""
         self._look_at(args, kwargs)
         self._executor.only_find = True
         try:
-            self._traced.call(*args, **kwargs)
+            self._call(*args, **kwargs)
         except Found as found:
             return found.captured
         except CaptureError as failure:
@@ -345,10 +344,10 @@ class _Finder:
             self._demand.key, self._demand.parameters = "", ()
 
 
-def _end(executor: Executor, name: str, forget: Callable[[], None]) -> None:
+def _end(executor: Executor, name: str, at_end: ExitStack) -> None:
     """Of a step that is gone."""
     warn_of_pending(executor, name)
-    forget()
+    at_end.close()
 
 
 def optimize(train_step: Callable[..., Any] | None = None, **options: Any) -> Any:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
-from types import CodeType
 from typing import Any
 
 import torch
@@ -76,20 +76,6 @@ _NO_NOTES = torch.empty(0)  # handed to torch where notes end, by which it knows
 OnCapture = Callable[[Capture], Callable[[list[Any]], Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class Traced:
-    """A callable that captures as needed; Dynamo holds what it captured, by the step's code and by its backend."""
-
-    call: Callable[..., Any]
-    code: CodeType
-    backend: int
-
-    def forget(self) -> None:
-        """Has Dynamo let go of model, optimizer and programs; nobody will call the step again."""
-        reset_code(self.code)
-        cached_backends.pop(self.backend, None)
-
-
 def traced(
     function: Callable[..., Any],
     on_capture: OnCapture,
@@ -99,9 +85,11 @@ def traced(
     *,
     manual: bool = False,
     rank_timeout: float | None = None,
-) -> Traced:
+    at_end: ExitStack | None = None,
+) -> Callable[..., Any]:
     """A callable that captures `function` as needed and hands each call's flat inputs to what `on_capture` returned.
 
+    at_end: gets what has Dynamo let go of it all.
     manual: calls that do not reach an optimizer are micro-steps of a window, not mistakes. Raises `CaptureError`
     (naming the user's line) when a step cannot be traced whole.
     """
@@ -132,7 +120,11 @@ def traced(
                 if not scoped.try_again():
                     raise explained(failure, function) from failure
 
-    return Traced(call, whole_step.__code__, id(compile_graph))
+    if at_end is not None:
+        # Dynamo holds what it captured, model and programs with it, by the step's code and by its backend.
+        at_end.callback(reset_code, whole_step.__code__)
+        at_end.callback(cached_backends.pop, id(compile_graph), None)
+    return call
 
 
 class _Scoped:

@@ -32,7 +32,7 @@ def capture_of(function: Callable[..., Any], *args: Any) -> Step:
         raise _Captured
 
     with pytest.raises(_Captured):
-        traced(function, take, {}, None).call(*args)
+        traced(function, take, {}, None)(*args)
     return found[0].step
 
 
