@@ -60,13 +60,16 @@ check_version()
 
 try:
     from torch import _dynamo as dynamo
+    from torch._C._dynamo.eval_frame import reset_code
+    from torch._decomp import decompositions as torch_decompositions
     from torch._dynamo import config as dynamo_config
     from torch._dynamo import optimize as dynamo_optimize
     from torch._dynamo.backends.registry import _BACKENDS as dynamo_backends
     from torch._dynamo.backends.registry import _COMPILER_FNS as dynamo_compilers
     from torch._dynamo.backends.registry import lookup_backend
     from torch._dynamo.convert_frame import compile_lock
-    from torch._dynamo.exc import TorchDynamoException, Unsupported
+    from torch._dynamo.eval_frame import cached_backends
+    from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError, Unsupported
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.pgo import auto_dynamic
     from torch._dynamo.side_effects import SideEffects
@@ -201,6 +204,7 @@ NEEDED: tuple[tuple[Any, str], ...] = (
     (TensorVariable, "_collect_backward_inputs"),
     (InstructionTranslator, "current_tx"),
     (SideEffects, "store_attr"),
+    (torch_decompositions, "select_one_layer_lstm_function"),
     (InstructionTranslatorBase, "call_function"),
     (InstructionTranslatorBase, "_load_attr"),
     (InstructionTranslatorBase, "_format_value"),

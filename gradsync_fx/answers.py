@@ -68,6 +68,8 @@ from gradsync_fx.observed import (
 from gradsync_fx.opaque import calls_its_closure_once, closure_given
 from gradsync_fx.ops import Role
 from gradsync_fx.optimizer_state import in_groups, parameters_of
+from gradsync_fx.recurrent import refuse_dropout
+from gradsync_fx.sparse import refuse_sparse
 from gradsync_fx.step_arguments import closure_of, given_text
 
 
@@ -111,9 +113,13 @@ def backward(
     seen.answered += 1
     for entered in seen.no_syncs:
         entered.late = entered.late or entered.before == seen.forwards
+    seen.backwards += 1
     leaves = leaves_among(self, wanted)
+    if not self.requires_grad:
+        call(tx, torch.autograd.grad, self, TupleVariable([self]))  # raises what torch raises
     if not leaves:
         return const(None)
+    refuse_sparse(tx, leaves)
     real_of = {var: real for real, var in real_tensors(tx)}
     kwargs = {"allow_unused": const(True)}
     if retain_graph is not None:
@@ -217,6 +223,7 @@ def guard_identity(owner: Any) -> None:
 
 
 def _drop(tx: Any, parameters: Iterable[torch.Tensor]) -> Any:
+    observed().in_graph(tx.output).zeroed = True
     for p in parameters:
         var = variable_of(tx, p)
         if var is not None and not is_none(pending_grad(tx, var)):
@@ -318,6 +325,7 @@ def _end(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         if "grad" not in attributes:
             continue
         grad, real = attributes.pop("grad"), real_of.get(var)
+        seen.left |= isinstance(real, nn.Parameter) and not is_none(grad)
         if not isinstance(real, torch.Tensor):
             continue
         if not isinstance(real, nn.Parameter) and id(real) not in owned and _is_input(var):
@@ -378,6 +386,7 @@ def attribute(self: Any, tx: Any, name: str) -> Any:
     value = self.value
     if isinstance(value, nn.Module):
         observed().saw_module(self.source.name if self.source is not None else "", value, self)
+        refuse_dropout(tx, value, name)
         if name == "module" and isinstance(value, DistributedDataParallel):
             observed().in_graph(tx.output).forwards += 1
     for owner, attributes, answer in chain(observed().answers, _ANSWERS):

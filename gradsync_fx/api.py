@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import functools
 import logging
-import warnings
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
-from gradsync_fx.between_calls import discard, flush, set_steps, skip
+from gradsync_fx.between_calls import (
+    discard,
+    flush,
+    set_steps,
+    skip,
+    warn_of_mistakes,
+    warn_of_pending,
+)
 from gradsync_fx.capture import traced
 from gradsync_fx.captured import CapturedStep
 from gradsync_fx.catalogue import Found
 from gradsync_fx.controls import Demand
 from gradsync_fx.eager.step import EagerStep
 from gradsync_fx.eager.window import EagerWindow
-from gradsync_fx.errors import (
-    CaptureError,
-    ForeignParameterError,
-    GradSyncWarning,
-    NoGradientError,
-    NoOptimizerError,
-    ParallelismError,
-)
+from gradsync_fx.errors import CaptureError
 from gradsync_fx.executor import Executor
 from gradsync_fx.files import Place
 from gradsync_fx.inspection.costs import Hardware
@@ -35,8 +35,9 @@ from gradsync_fx.inspection.uncaptured import describe_eager
 from gradsync_fx.lost import NamedLosses
 from gradsync_fx.lowering import decompositions
 from gradsync_fx.options import Options
+from gradsync_fx.own_errors import USERS_FRAMES, raise_own
 from gradsync_fx.parallelism import refuse_other_parallelism
-from gradsync_fx.refusals import no_copies
+from gradsync_fx.refusals import EITHER_WAY, no_copies
 from gradsync_fx.saving import load, load_file, save, save_file
 from gradsync_fx.self_check import Verdict, check
 from gradsync_fx.threads import OneAtATime
@@ -70,7 +71,7 @@ class OptimizedStep:
             f"step {self._name!r}",
             fix="make a step for each thread: gradsync_fx.optimize(train_step, ...)",
         )
-        weakref.finalize(self, _warn_of_pending, self._executor, self._name)
+        weakref.finalize(self, _end, self._executor, self._name, self._find.at_end)
 
     def __get__(self, instance: Any, owner: type | None = None) -> OptimizedStep:
         """As a decorated method: each object has a step, and a window, of its own."""
@@ -82,7 +83,7 @@ class OptimizedStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One micro-step. Returns what the step returns, tensors detached."""
-        with self._one_thread.held(), self._losses:
+        with USERS_FRAMES, self._one_thread.held(), self._losses:
             executor = self._executor
             if self._to_check:
                 verdict = self.self_check(*args, **kwargs)
@@ -95,13 +96,14 @@ class OptimizedStep:
             result = self._find.call(*args, **kwargs)
             if first:
                 executor.accumulators.drop_gradients()
+                warn_of_mistakes(executor)
             if executor.sync_gradients and executor.window.optimizer_step == 1:
                 artifact("report", lambda: self.report().to_json())
             return result
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Captures and compiles for these arguments without running anything."""
-        with self._one_thread.held(), self._losses:
+        with USERS_FRAMES, self._one_thread.held(), self._losses:
             try:
                 captured = self._find.capture_of(args, kwargs)
             except CaptureError as why:
@@ -232,17 +234,13 @@ class OptimizedStep:
 
     def capture(self, *args: Any, **kwargs: Any) -> None:
         """Captures a call with these arguments, compiling and running nothing: enough for `report`."""
-        with self._one_thread.held():
+        with USERS_FRAMES, self._one_thread.held():
             self._find.capture_of(args, kwargs)
 
     def set_gradient_accumulation_steps(self, k: Any) -> None:
         """Another window length from the next window on. Raises `WindowError` inside a window. Never recompiles."""
         with self._one_thread.held():
             set_steps(self._executor, k)
-
-
-# Refused by an eager run, too.
-_EITHER_WAY = (NoOptimizerError, NoGradientError, ForeignParameterError, ParallelismError)
 
 
 class _Finder:
@@ -255,6 +253,7 @@ class _Finder:
         self._last: tuple[Any, Any] | None = None
         self.eager: EagerWindow | None = None
         self._groups: dict[int, list[int]] = {}
+        self.at_end = ExitStack()
         self._call = traced(
             train_step,
             executor.on_capture,
@@ -263,6 +262,7 @@ class _Finder:
             self._demand,
             manual=options.manual,
             rank_timeout=options.rank_timeout,
+            at_end=self.at_end,
         )
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -277,7 +277,7 @@ class _Finder:
 
     def run_eagerly(self, why: CaptureError) -> None:
         """From now on without a capture. Raises `why` where the options forbid that, or eager is no way out."""
-        same = isinstance(why, _EITHER_WAY)
+        same = isinstance(why, EITHER_WAY)
         if self._executor.options.on_unsupported != "eager" or same:
             raise why
         self.eager = EagerWindow(self._train_step, self._executor, why)
@@ -290,9 +290,11 @@ class _Finder:
         try:
             try:
                 result = self._call(*args, **kwargs)
-            except Exception:
+            except Exception as failure:
                 # The user's code behind the program, perhaps: then the other ranks wait for the window's second half.
                 self._executor.finish()
+                if not self._executor.talks:  # a second time, that would hang
+                    raise_own(self._train_step, args, kwargs, failure)
                 raise
             self._executor.deferred = self._demand.deferred
             if self._executor.sync_gradients:
@@ -326,6 +328,9 @@ class _Finder:
             self._call(*args, **kwargs)
         except Found as found:
             return found.captured
+        except CaptureError as failure:
+            raise_own(self._train_step, args, kwargs, failure)
+            raise
         finally:
             self._executor.only_find = False
         raise AssertionError("a traced step ran where it was only to be found")
@@ -342,15 +347,10 @@ class _Finder:
             self._demand.key, self._demand.parameters = "", ()
 
 
-def _warn_of_pending(executor: Executor, name: str) -> None:
-    pending = executor.window.pending
-    if pending and executor.saved != executor.window:
-        warnings.warn(
-            f"{name} ended with {pending} pending micro-steps in an open window: they are lost. Call flush() after the "
-            "last batch, or discard() to drop them on purpose.",
-            GradSyncWarning,
-            stacklevel=2,
-        )
+def _end(executor: Executor, name: str, at_end: ExitStack) -> None:
+    """Of a step that is gone."""
+    warn_of_pending(executor, name)
+    at_end.close()
 
 
 def optimize(train_step: Callable[..., Any] | None = None, **options: Any) -> Any:

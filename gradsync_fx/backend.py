@@ -23,7 +23,7 @@ from torch import nn
 from gradsync_fx._torch import compile_fx, dynamo, dynamo_backends, dynamo_compilers, lookup_backend
 from gradsync_fx.api import OptimizedStep
 from gradsync_fx.callers import warn_user
-from gradsync_fx.errors import GradSyncWarning, NoGradientError, OptionError, WindowError
+from gradsync_fx.errors import GradSyncWarning, NoBackwardError, OptionError, WindowError
 from gradsync_fx.options import Options
 
 
@@ -43,7 +43,7 @@ class BackendStep(OptimizedStep):
             return self._plain(*args, **kwargs)
         try:
             return super().__call__(*args, **kwargs)
-        except NoGradientError:
+        except NoBackwardError:
             if self.micro_step:
                 raise
         self._plain = _plain(self._train_step, self._executor.options.dynamic)

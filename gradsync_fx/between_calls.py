@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
-from gradsync_fx.captured import NONE
+from gradsync_fx.callers import warn_user
+from gradsync_fx.captured import NONE, CapturedStep
 from gradsync_fx.eager.step import EagerStep
-from gradsync_fx.errors import WindowError
+from gradsync_fx.errors import GradSyncWarning, WindowError
 from gradsync_fx.executor import Executor
+from gradsync_fx.habits import habits
+from gradsync_fx.inspection.remarks import mistakes
 from gradsync_fx.integrity import SUMS
 from gradsync_fx.presence import in_job
 from gradsync_fx.ranks import ACCUMULATE, BOUNDARY, FLUSH
@@ -86,3 +90,23 @@ def set_steps(executor: Executor, k: Any) -> None:
     executor.options = changed
     if isinstance(executor.catalogue.latest, EagerStep):
         executor.catalogue.latest.options = changed
+
+
+def warn_of_pending(executor: Executor, name: str) -> None:
+    """What the end of a step says of an open window that no state holds."""
+    pending = executor.window.pending
+    if pending and executor.saved != executor.window:
+        warnings.warn(
+            f"{name} ended with {pending} pending micro-steps in an open window: they are lost. Call flush() after the "
+            "last batch, or discard() to drop them on purpose.",
+            GradSyncWarning,
+            stacklevel=2,
+        )
+
+
+def warn_of_mistakes(executor: Executor) -> None:
+    """After the first call: what the step, and the loop round it, still have of plain accumulation, each once."""
+    latest = executor.catalogue.latest
+    grows = isinstance(latest, CapturedStep) and latest.updates and latest.capture.never_zeroed
+    for text in (*mistakes(latest, executor.options), *habits(zeroes=not grows)):
+        warn_user(text, GradSyncWarning)

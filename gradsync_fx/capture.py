@@ -9,8 +9,8 @@ the step returns. A call that its guards do not cover is captured anew.
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,10 @@ from gradsync_fx._torch import (
     FakeTensorMode,
     TorchDynamoException,
     aot_module_simplified,
+    cached_backends,
     detect_fake_mode,
     dynamo_optimize,
+    reset_code,
     tree_map_only,
 )
 from gradsync_fx.canonicalize import canonicalize
@@ -35,13 +37,14 @@ from gradsync_fx.counts import Followed
 from gradsync_fx.errors import (
     CaptureError,
     ForeignParameterError,
-    GradSyncError,
+    NoBackwardError,
     NoGradientError,
     NoOptimizerError,
 )
+from gradsync_fx.explained import explained
 from gradsync_fx.interception import intercepting
 from gradsync_fx.observed import CallSite, Declared, HostCall, Observed, observed, readable
-from gradsync_fx.ops import LEAF_GRAD, OURS, TORCHS, UPDATE, argument
+from gradsync_fx.ops import LEAF_GRAD, UPDATE, argument
 from gradsync_fx.optimizer_state import parameters_of
 from gradsync_fx.past_autograd import keep_writes, outputs_in_their_places
 from gradsync_fx.presence import compiling
@@ -69,6 +72,7 @@ class Capture:
     moved: tuple[str, ...]
     declared: tuple[Declared, ...]
     numbers: tuple[Followed, ...]
+    never_zeroed: bool
 
 
 _serial = itertools.count()
@@ -85,9 +89,11 @@ def traced(
     *,
     manual: bool = False,
     rank_timeout: float | None = None,
+    at_end: ExitStack | None = None,
 ) -> Callable[..., Any]:
     """A callable that captures `function` as needed and hands each call's flat inputs to what `on_capture` returned.
 
+    at_end: gets what has Dynamo let go of it all.
     manual: calls that do not reach an optimizer are micro-steps of a window, not mistakes. Raises `CaptureError`
     (naming the user's line) when a step cannot be traced whole.
     """
@@ -122,6 +128,10 @@ def traced(
                 if not scoped.try_again():
                     raise explained(failure, function) from failure
 
+    if at_end is not None:
+        # Dynamo holds what it captured, model and programs with it, by the step's code and by its backend.
+        at_end.callback(reset_code, whole_step.__code__)
+        at_end.callback(cached_backends.pop, id(compile_graph), None)
     return call
 
 
@@ -263,6 +273,7 @@ def _capture(
         moved=tuple(seen.moved),
         declared=tuple(seen.declared),
         numbers=followed(step, seen.numbers, [name for name, _ in sources]),
+        never_zeroed=seen.left and not (seen.zeroed or seen.assigned or manual),
     )
 
 
@@ -321,12 +332,19 @@ def _has_inner_ddp(module: nn.Module) -> bool:
 
 
 def _check(step: Step, seen: Observed, parameters: dict[str, torch.Tensor], manual: bool) -> None:
+    if not step.leaves and not seen.backwards:
+        raise NoBackwardError(
+            "the step",
+            seen="it never calls backward: nothing in it has a gradient",
+            wanted="a whole training step: forward, backward and optimizer.step()",
+            fix="call loss.backward() in the step, ahead of optimizer.step()",
+        )
     if not step.leaves:
         raise NoGradientError(
             "the step",
-            seen="no parameter receives a gradient in it",
-            wanted="a call of loss.backward() that reaches at least one parameter",
-            fix="check requires_grad, and that the loss depends on the model",
+            seen="its backward reaches no parameter",
+            wanted="a loss that depends on at least one parameter that requires a gradient",
+            fix="check requires_grad, and that the loss is computed by the model",
         )
     known = {id(t) for t in parameters.values()} | {id(t) for t in seen.leaves}
     for optimizer in seen.optimizers:
@@ -353,7 +371,8 @@ def no_optimizer_error() -> NoOptimizerError:
         "the step",
         seen="it never reaches an optimizer: no parameter is changed",
         wanted="a call of optimizer.step() on the parameters that loss.backward() reaches",
-        fix="call optimizer.step() in the step on every call; when it takes effect is decided for you",
+        fix="call optimizer.step() in the step on every call, without an `if (i + 1) % k == 0` round it: when it takes "
+        'effect is decided for you; or pass gradient_accumulation_steps="manual", where that `if` decides',
     )
 
 
@@ -370,40 +389,3 @@ def hook_error(name: str) -> CaptureError:
 def _written(step: Step) -> list[int]:
     order = {n: i for i, n in enumerate(step.module.graph.find_nodes(op="placeholder"))}
     return [order[argument(w, 0)] for w in writes(step.module)]
-
-
-def explained(failure: BaseException, function: Callable[..., Any]) -> GradSyncError:
-    """The error of ours inside torch's, or torch's reason in our form with the user's line."""
-    cause: BaseException | None = failure
-    while cause is not None:
-        if isinstance(cause, GradSyncError):
-            return cause
-        cause = getattr(cause, "inner_exception", None) or cause.__cause__
-    lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
-    said = {
-        key: next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), "")
-        for key in ("Explanation", "Hint")
-    }
-    seen = lines[0] if lines else type(failure).__name__
-    raised = next((line.partition("raised exception")[2] for line in lines if _RAISED in line), "")
-    reason = f"the step raises: {raised.strip()}" if raised else said["Explanation"]
-    empty = ("file an issue", "Your code may result in an error")
-    hint = "" if any(text in said["Hint"] for text in empty) else said["Hint"].rstrip(".")
-    return CaptureError(
-        f"graph break at {_user_place(str(failure), function)}",
-        seen=f"{seen} ({reason})" if reason and reason != seen else seen,
-        wanted="a step that is traced whole",
-        fix=f'{hint or "move this out of the step"}; or pass on_unsupported="eager": the same window, without the '
-        "graph rewrite",
-    )
-
-
-_RAISED = "raised exception"
-
-
-def _user_place(text: str, function: Callable[..., Any]) -> str:
-    """The last line of the user's own that torch's report of a failed trace names."""
-    found: list[tuple[str, str]] = re.findall(r'File "([^"]+)", line (\d+)', text)
-    own = [f"{file}:{line}" for file, line in found if not file.startswith((TORCHS, OURS))]
-    code = getattr(function, "__code__", None)
-    return own[-1] if own else f"{code.co_filename}:{code.co_firstlineno}" if code else "the step"

@@ -36,8 +36,12 @@ class NoOptimizerError(CaptureError):
     """The step never reaches an optimizer."""
 
 
+class NoBackwardError(CaptureError):
+    """The step never calls backward."""
+
+
 class NoGradientError(CaptureError):
-    """No parameter of the step ever receives a gradient."""
+    """Backward runs, and no parameter of the step ever receives a gradient."""
 
 
 class ForeignParameterError(CaptureError):

@@ -149,6 +149,12 @@ class Executor:
         self.integrity.over()
         return results
 
+    @property
+    def talks(self) -> bool:
+        """Whether the step that ran last has collectives of its own in it."""
+        latest = self.catalogue.latest
+        return latest is not None and latest.collectives.each_call > 0
+
     def closing(self, captured: CapturedStep | EagerStep) -> frozenset[int]:
         """The parts that the next call closes."""
         if self.options.manual:

@@ -19,7 +19,7 @@ def allocate(
     """Zeros of these shapes in one stretch of memory: of this room, by default of the first one's device."""
     counts = [form.numel() for form in forms]
     if room is None:
-        flat = torch.zeros(sum(counts), dtype=dtype, device=forms[0].device)
+        flat = forms[0].new_zeros(sum(counts), dtype=dtype, requires_grad=False)
     else:
         flat = room.take(sum(counts), dtype)
     parts = flat.split(counts)

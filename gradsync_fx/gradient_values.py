@@ -14,7 +14,16 @@ from torch.fx import Node
 
 from gradsync_fx import ops
 from gradsync_fx._torch import InstructionTranslator, SideEffects, TensorVariable
-from gradsync_fx.observed import call, const, line_of, no_grad, observed, real_tensors, refuse
+from gradsync_fx.observed import (
+    call,
+    const,
+    is_none,
+    line_of,
+    no_grad,
+    observed,
+    real_tensors,
+    refuse,
+)
 
 
 _plain_store_attr = SideEffects.store_attr
@@ -27,6 +36,9 @@ def store_attr(self: Any, item: Any, name: str, value: Any, *kind: Any) -> None:
     elif getattr(item, "source", None) is not None:
         tx = InstructionTranslator.current_tx()
         observed().lines[f"{item.source.name}.{name}"] = line_of(tx)
+    if name == "grad" and is_none(value):
+        seen = observed()
+        seen.in_graph(InstructionTranslator.current_tx().output).zeroed = True
     _plain_store_attr(self, item, name, value, *kind)
 
 

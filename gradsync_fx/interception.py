@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradsync_fx import answers, counts, gradient_values, in_place, later
 from gradsync_fx._torch import (
+    FAKE_TENSOR_LOG,
     FORMATS_NUMBERS,
     READ_ATTRIBUTE,
     CollectiveFunctionRewriteVariable,
@@ -24,6 +26,7 @@ from gradsync_fx._torch import (
     dynamo_builder,
     dynamo_config,
     in_place_of_backward,
+    torch_decompositions,
 )
 from gradsync_fx.observed import Observed, observing
 
@@ -44,8 +47,12 @@ def intercepting(fresh: Observed) -> Iterator[Observed]:
                 reorderable_logging_functions={print},
                 # A counter, wherever it is kept, is a number of the step from its second value on.
                 allow_unspec_int_on_nn_module=True,
+                allow_rnn=True,
             )
         )
+        # What the step raises becomes its own error, without torch's log of it.
+        log = logging.getLogger(FAKE_TENSOR_LOG)
+        stack.enter_context(mock.patch.object(log, "disabled", True))
         stack.enter_context(in_place_of_backward(answers.backward))
         for owner, name, new in (
             (UserDefinedObjectVariable, READ_ATTRIBUTE, answers.attribute),
@@ -58,6 +65,12 @@ def intercepting(fresh: Observed) -> Iterator[Observed]:
             (aot_graphs, "_apply_tensorify_python_scalars", later.keep_numbers),
             (CollectiveFunctionRewriteVariable, "call_function", in_place.call_function),
             (SideEffects, "store_attr", gradient_values.store_attr),
+            # One kernel for an LSTM on the CPU: in a graph, its backward lacks what its forward keeps.
+            (
+                torch_decompositions,
+                "select_one_layer_lstm_function",
+                lambda *args: torch_decompositions.one_layer_lstm,
+            ),
             (DebuggingVariable, "call_function", later.debugging_call),
             (LoggingLoggerVariable, "call_method", later.logger_call),
         ):

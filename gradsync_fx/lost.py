@@ -41,6 +41,12 @@ def broken(failure: BaseException) -> str:
     return f"the connection broke, or there was no answer in time ({said})"
 
 
+def is_of_connection(failure: BaseException) -> bool:
+    """Whether torch raises this where a connection broke, or a wait ended."""
+    said = isinstance(failure, RuntimeError) and _GLOO.search(str(failure)) is not None
+    return said or isinstance(failure, dist.DistError)
+
+
 class NamedLosses:
     """Blocks in which torch's errors of a broken connection become a `RankLostError`; theirs is the cause.
 
@@ -58,7 +64,5 @@ class NamedLosses:
         failure: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if isinstance(failure, dist.DistError) or (
-            isinstance(failure, RuntimeError) and _GLOO.search(str(failure))
-        ):
+        if failure is not None and is_of_connection(failure):
             raise lost(broken(failure), self._where(), self._absent()) from failure

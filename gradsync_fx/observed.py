@@ -90,6 +90,7 @@ class Observed:
     line where it went into `.grad`; made_of_gradients: whether a node is made of one. answered: calls with an answer.
     symbols: numbers (by source) that are symbols of the trace from the start; numbers: those that the step changes;
     lines: where each attribute was set.
+    zeroed: gradients are dropped somewhere in the step. left: the end finds some.
     """
 
     demanded: tuple[torch.Tensor, ...] = ()
@@ -106,6 +107,9 @@ class Observed:
     no_syncs: list[NoSync] = field(default_factory=list)
     declared: list[Declared] = field(default_factory=list)
     forwards: int = 0
+    backwards: int = 0
+    zeroed: bool = False
+    left: bool = False
     variables: dict[int, Any] = field(default_factory=dict)
     chain: Any = None
     graph: Any = None
@@ -145,6 +149,7 @@ class Observed:
         """Dynamo may start a trace over: what belongs to the graph that it gave up goes."""
         if self.graph is not graph:
             self.graph, self.chain, self.weights, self.forwards = graph, None, 0, 0
+            self.backwards, self.zeroed, self.left = 0, False, False
             self.host_calls.clear()
             self.no_syncs.clear()
             self.moved.clear()

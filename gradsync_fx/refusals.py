@@ -5,8 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gradsync_fx.errors import StateError, WindowError
+from gradsync_fx.errors import (
+    ForeignParameterError,
+    NoBackwardError,
+    NoGradientError,
+    NoOptimizerError,
+    ParallelismError,
+    StateError,
+    WindowError,
+)
 from gradsync_fx.options import Options, check_steps
+
+
+# Steps that an eager run refuses, too.
+EITHER_WAY = (
+    NoOptimizerError,
+    NoBackwardError,
+    NoGradientError,
+    ForeignParameterError,
+    ParallelismError,
+)
 
 
 def no_copies() -> StateError:

@@ -21,6 +21,7 @@ from gradsync_fx import plain_window
 from gradsync_fx._torch import tree_leaves, tree_map_only
 from gradsync_fx.copies import Copy, copied
 from gradsync_fx.errors import VerificationError, WindowError
+from gradsync_fx.inspection.remarks import mistakes
 from gradsync_fx.options import Options
 from gradsync_fx.plain_window import Arguments, same_random_numbers
 from gradsync_fx.planning import find_setting
@@ -59,7 +60,8 @@ class Compared:
 class Verdict:
     """What `step.self_check` found.
 
-    values: all that was compared on this rank. ranks_apart: the ranks on which any differs.
+    values: all that was compared on this rank. ranks_apart: the ranks on which any differs. warnings: of what both ways
+    do alike, and is probably not meant: a loss divided by k, say.
     """
 
     step: str
@@ -67,6 +69,7 @@ class Verdict:
     world_size: int
     values: tuple[Compared, ...]
     ranks_apart: tuple[int, ...]
+    warnings: tuple[str, ...] = ()
 
     @property
     def equal(self) -> bool:
@@ -90,6 +93,7 @@ class Verdict:
             lines += [f"    {'' if apart else 'largest: '}{value}" for value in shown]
             if len(apart) > SHOWN:
                 lines.append(f"    and {len(apart) - SHOWN} more")
+        lines += [f"  warning: {text}" for text in self.warnings]
         return "\n".join(lines)
 
     def require(self) -> None:
@@ -142,6 +146,7 @@ def check(
             step = optimized(ours.copy.function, _unchecked(options, draws))
             try:
                 ours.results = [_kept(step(*a, **n)) for a, n in ours.calls]
+                said = mistakes(step._executor.catalogue.latest, options)
             finally:
                 step.discard()  # after an error: nobody is to hear of the window of a copy
     values = tuple(_compared(ours, plain, rounded, _precision(options), rtol))
@@ -153,7 +158,7 @@ def check(
         dist.all_reduce(apart, group=setting.group)
     ranks = tuple(rank for rank, flag in enumerate(apart.tolist()) if flag)
     name = getattr(function, "__name__", type(function).__name__)
-    return Verdict(name, k, setting.world, values, ranks)
+    return Verdict(name, k, setting.world, values, ranks, said)
 
 
 def _unchecked(options: Options, draws: bool) -> Options:

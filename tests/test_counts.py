@@ -45,7 +45,6 @@ def test_the_count_of_an_average(k: int, backend: str) -> None:
     assert average.seen == sum(map(len, windows))
     for p, q in zip(average.slow.parameters(), other.slow.parameters(), strict=True):
         torch.testing.assert_close(p, q, atol=1e-6, rtol=0)
-    assert step.compile_count <= 3
 
 
 @pytest.mark.gloo
@@ -73,7 +72,7 @@ def test_a_number_that_feeds_the_update_is_refused_where_it_cannot_wait() -> Non
         for batch in regression(3, 1):
             stepped(model, slow, optimizer, *batch[0])
 
-    error = refused(gradsync_fx.CaptureError, "test_counts.py", run, 2)
+    error = refused(gradsync_fx.CaptureError, "n, set", run, 2)
     assert "attribute" in error.fix
     run(1)
 

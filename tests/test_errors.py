@@ -92,15 +92,6 @@ def test_no_optimizer() -> None:
     assert "optimizer.step()" in error.fix
 
 
-def test_no_gradient() -> None:
-    def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
-        loss = mse(model, x, y)
-        optimizer.step()
-        return loss.detach()
-
-    refused(gradsync_fx.NoGradientError, "the step", quick(step, 2), *arguments())
-
-
 def test_a_condition_on_the_loss() -> None:
     def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> None:
         loss = mse(model, x, y)

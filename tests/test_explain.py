@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import resource
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ import gradsync_fx
 from gradsync_fx.inspection.report import Report, schema
 from tests.drive import plain_step, quick
 from tests.models import Convnet, mlp
+from tests.optimizers import sgd
 from tests.reference import mse, regression
 from tests.schema import made
 from tests.scripts import Two, plain
@@ -270,3 +274,34 @@ def test_profiles_name_the_programs() -> None:
             step(model, optimizer, *BATCH)
     names = {event.name for event in profiler.events()}
     assert {"gradsync_fx: accumulate", "gradsync_fx: boundary"} <= names
+
+
+def test_a_meta_model_costs_no_memory() -> None:
+    """0.2 B parameters, 800 MB: nothing of that size is allocated, in the first call or later."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(5000, 5000, bias=False) for _ in range(8)))
+        args = (
+            model,
+            torch.optim.AdamW(model.parameters()),
+            torch.ones(4, 5000),
+            torch.ones(4, 5000),
+        )
+
+    def explained_once() -> None:
+        gradsync_fx.explain(plain_step, *args, gradient_accumulation_steps=4, world_size=8)
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(3):
+        explained_once()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB
+
+
+def test_nothing_outlives_a_step() -> None:
+    model = mlp()
+    step = quick(plain_step, 2)
+    step(model, sgd(model), torch.ones(4, 8), torch.ones(4, 1))
+    step.discard()
+    gone = weakref.ref(model)
+    del step, model
+    gc.collect()
+    assert gone() is None

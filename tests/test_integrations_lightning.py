@@ -10,7 +10,7 @@ import torch
 
 import gradsync_fx
 from gradsync_fx.integrations.lightning import step_of
-from tests.reference import assert_bitwise, assert_same
+from tests.reference import assert_bitwise, assert_same, regression
 from tests.refusals import refused
 from tests.scenarios import lightened
 from tests.scenarios.lightened import Regressor
@@ -108,6 +108,53 @@ def test_refused() -> None:
 def test_a_hook_of_the_loop_is_told() -> None:
     with pytest.warns(gradsync_fx.GradSyncWarning, match=r"Ends.on_train_batch_end"):
         step_of(Ends({}))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["setup", "configure_model", "on_fit_start", "on_train_start", "on_train_epoch_start"],
+)
+def test_hooks_ahead_of_the_step_are_told(name: str) -> None:
+    kind: Any = type("Own", (Regressor,), {name: lambda self, *args, **kwargs: None})
+    with pytest.warns(gradsync_fx.GradSyncWarning, match=rf"Own.{name} is not part .* call it"):
+        step_of(kind({}))
+
+
+class Warmed(Regressor):
+    def share(self) -> float:
+        return min(1.0, self.global_step / 5)
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        return super().training_step(batch, index) * self.share()
+
+
+class Watched(Regressor):
+    def validation_step(self, batch: Any, index: int) -> int:
+        return self.global_step
+
+
+def test_what_a_module_knows_of_its_trainer() -> None:
+    with pytest.warns(gradsync_fx.GradSyncWarning, match=r"Warmed.share reads self.global_step"):
+        step_of(Warmed({}))
+    step_of(Watched({}))  # not in training: no warning
+
+
+@pytest.mark.parametrize(
+    "name", ["on_before_batch_transfer", "on_after_batch_transfer", "transfer_batch_to_device"]
+)
+def test_hooks_that_change_the_batch_are_part_of_the_step(name: str) -> None:
+    def doubled(self: Any, batch: Any, *args: Any) -> Any:
+        return [batch[0] * 2, *batch[1:]]
+
+    plain, changed = Regressor({}), type("Own", (Regressor,), {name: doubled})({})
+    changed.load_state_dict(plain.state_dict())
+    ((batch,),) = regression(1, 1)
+    ours = gradsync_fx.optimize(step_of(changed), backend="aot_eager")
+    theirs = gradsync_fx.optimize(step_of(plain), backend="aot_eager")
+    ours(batch)
+    theirs([batch[0] * 2, *batch[1:]])
+    for a, b in zip(changed.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_a_model_compiled_alone_warns_at_the_users_line() -> None:

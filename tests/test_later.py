@@ -276,9 +276,9 @@ def test_asserts_on_shapes_and_values() -> None:
     for ((x, y),) in data:
         step(model, optimizer, x, y)
     before = [p.clone() for p in model.parameters()]
-    with pytest.raises(RuntimeError, match="not finite"):
+    with pytest.raises(AssertionError, match="not finite"):
         step(model, optimizer, data[0][0][0] * math.inf, data[0][0][1])
     assert all(torch.equal(a, p) for a, p in zip(before, model.parameters(), strict=True))
     assert step.pending == 1
-    with pytest.raises(gradsync_fx.CaptureError, match="Assertion failed"):
+    with pytest.raises(AssertionError, match="another batch"):
         step(model, optimizer, torch.ones(3, 8), torch.ones(3, 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -11,9 +12,17 @@ from torch.fx import Node
 from gradsync_fx import ops
 from gradsync_fx.capture import Capture
 from gradsync_fx.captured import CapturedStep
-from gradsync_fx.eager.step import Objects
+from gradsync_fx.eager.step import EagerStep, Objects
 from gradsync_fx.ops import Role, argument
 from gradsync_fx.options import Options
+
+
+_THROUGH = (
+    torch.ops.aten.alias.default,
+    torch.ops.aten.detach.default,
+    torch.ops.aten.view.default,
+    torch.ops.aten.clone.default,
+)
 
 
 def remarks(captures: Sequence[CapturedStep], options: Options) -> tuple[str, ...]:
@@ -29,6 +38,14 @@ def _of(captured: CapturedStep, options: Options) -> Iterator[str]:
     yield from _no_sync(captured)
     yield from (str(b.opaque) for b in captured.bindings.values() if b.opaque is not None)
     yield from of_objects(captured.capture)
+
+
+def mistakes(captured: CapturedStep | EagerStep | None, options: Options) -> tuple[str, ...]:
+    """What a step written for plain accumulation still does that changes its numbers here, or has no effect."""
+    if not isinstance(captured, CapturedStep):
+        return ()
+    found = (*_divided_twice(captured, options), *_no_sync(captured))
+    return tuple(dict.fromkeys(found))
 
 
 def of_objects(objects: Capture | Objects) -> Iterator[str]:
@@ -81,22 +98,51 @@ def _divided_twice(captured: CapturedStep, options: Options) -> Iterator[str]:
                 )
 
 
-def _divisions(value: Node) -> Iterator[tuple[Node, float]]:
-    """Numbers that a loss is divided by on its way to backward."""
+def _divisions(value: Node) -> list[tuple[Node, float]]:
+    """Numbers that a loss is divided by on its way to backward; of the terms of a sum, of the one with most.
+
+    A sum divided by the number of its elements, or of its terms, is a mean.
+    """
     aten = torch.ops.aten
-    through = (aten.alias.default, aten.detach.default, aten.view.default, aten.clone.default)
+    found: list[tuple[Node, float]] = []
     while value.op == "call_function":
         if value.target in (aten.div.Tensor, aten.mul.Tensor):
             source, number = argument(value, 0), argument(value, 1)
             if isinstance(number, Node) or not number:
-                return
+                return found
             factor = float(number) if value.target is aten.div.Tensor else 1 / float(number)
-            yield value, float(round(factor)) if math.isclose(factor, round(factor)) else factor
+            factor = float(round(factor)) if math.isclose(factor, round(factor)) else factor
+            if not _is_mean(source, factor):
+                found.append((value, factor))
             value = source
-        elif value.target in through:
+        elif value.target in _THROUGH:
             value = argument(value, 0)
+        elif value.target is aten.add.Tensor:
+            terms = [argument(value, i) for i in (0, 1)]
+            below = [_divisions(term) for term in terms if isinstance(term, Node)]
+            return found + max(below, key=len, default=[])
         else:
-            return
+            return found
+    return found
+
+
+def _is_mean(source: Node, number: float) -> bool:
+    """Whether a number is that of what was added up: elements, rows, or terms."""
+    aten = torch.ops.aten
+    sizes: list[Any] = []
+    while source.target in (*_THROUGH, aten.sum.default, aten.sum.dim_IntList):
+        summed, through = argument(source, 0), source.target in _THROUGH
+        if not through:
+            sizes += [summed.meta["val"].numel(), *summed.meta["val"].shape]
+        source = summed
+    return number in sizes or number == _terms(source) > 1
+
+
+def _terms(value: Any) -> int:
+    """How many tensors a chain of additions adds up."""
+    if not (isinstance(value, Node) and value.target is torch.ops.aten.add.Tensor):
+        return int(isinstance(value, Node))
+    return sum(_terms(argument(value, i)) for i in (0, 1))
 
 
 def _no_sync(captured: CapturedStep) -> Iterator[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -24,7 +24,7 @@ from gradsync_fx.errors import GradSyncWarning, OptionError
 
 
 # Methods that Lightning's Trainer calls between forward and the next batch. A step that left out what a module does in
-# the first would train otherwise; the others belong to the loop.
+# the first would train otherwise; the others belong round it.
 _IN_THE_STEP = (
     "backward",
     "configure_gradient_clipping",
@@ -36,7 +36,26 @@ _IN_THE_STEP = (
     "optimizer_step",
     "optimizer_zero_grad",
 )
-_IN_THE_LOOP = ("on_train_batch_end", "on_train_batch_start", "on_train_epoch_end")
+_ROUND_THE_STEP = {
+    "configure_callbacks": "make their calls in the loop round it",
+    "configure_model": "call it ahead of the loop, and ahead of making the optimizer",
+    "on_fit_end": "call it behind the loop",
+    "on_fit_start": "call it ahead of the loop",
+    "on_train_batch_end": "call it in the loop round it",
+    "on_train_batch_start": "call it in the loop round it",
+    "on_train_end": "call it behind the loop",
+    "on_train_epoch_end": "call it in the loop round it",
+    "on_train_epoch_start": "call it in the loop round it, ahead of each epoch",
+    "on_train_start": "call it ahead of the loop",
+    "setup": "call it ahead of the loop, and ahead of making the optimizer",
+}
+# What a module knows from its Trainer, and what it gets without one.
+_OF_THE_TRAINER = {
+    "current_epoch": "0 in every call",
+    "global_step": "0 in every call",
+    "trainer": "an error without a Trainer",
+}
+_BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _LEGAL = {"scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau"}
 
 
@@ -63,20 +82,24 @@ def step_of(
             fix="write the step as a function of its own, and optimize that",
         )
     for name in _IN_THE_STEP:
-        if getattr(type(module), name) is not getattr(LightningModule, name):
+        if _overrides(module, name):
             raise OptionError(
                 f"{type(module).__name__}.{name}",
                 seen="it is overridden: a step made of training_step alone would leave it out",
                 wanted="a module that leaves what comes after the loss to Lightning",
                 fix="write the step as a function of its own, with what this method does in its place",
             )
-    for name in _IN_THE_LOOP:
-        if getattr(type(module), name) is not getattr(LightningModule, name):
-            warnings.warn(
-                f"{type(module).__name__}.{name} is not part of the step: call it in the loop round it",
-                GradSyncWarning,
-                stacklevel=2,
-            )
+    left_out = [
+        f"{name} is not part of the step: {way}"
+        for name, way in _ROUND_THE_STEP.items()
+        if _overrides(module, name)
+    ]
+    left_out += [
+        f"{method} reads self.{name}, which is {value}: give the step what depends on it as part of the batch"
+        for method, name, value in _reads_of_the_trainer(type(module))
+    ]
+    for text in left_out:
+        warnings.warn(f"{type(module).__name__}.{text}", GradSyncWarning, stacklevel=2)
     if gradient_clip_algorithm not in ("norm", "value"):
         raise OptionError(
             "gradient_clip_algorithm",
@@ -101,6 +124,7 @@ class LightningStep:
     __slots__ = (
         "__weakref__",
         "_arguments",
+        "_batch_hooks",
         "_clip_algorithm",
         "_clip_value",
         "_each_step",
@@ -123,11 +147,14 @@ class LightningStep:
         self._each_step = [s for s in schedules if s["interval"] == "step"]
         self._clip_value, self._clip_algorithm = clip
         self._module = _twin(module, self)
+        self._batch_hooks = _batch_hooks(module)
         takes_index = len(inspect.signature(module.training_step).parameters) > 1
         self._arguments = 2 if takes_index else 1
 
     def __call__(self, batch: Any, batch_idx: int = 0) -> Any:
         self.logged = {}
+        for hook in self._batch_hooks:
+            batch = hook(batch)
         result = self._module.training_step(*(batch, batch_idx)[: self._arguments])
         loss: Tensor = result["loss"] if isinstance(result, Mapping) else result
         loss.backward()
@@ -148,6 +175,33 @@ class LightningStep:
         for schedule in self._schedules:
             if schedule["interval"] == "epoch":
                 _advance(schedule, {**self.logged, **metrics})
+
+
+def _overrides(module: LightningModule, name: str) -> bool:
+    return getattr(type(module), name) is not getattr(LightningModule, name)
+
+
+def _batch_hooks(module: LightningModule) -> list[Callable[[Any], Any]]:
+    """Those of its own, as the Trainer calls them ahead of training_step."""
+
+    def hook(name: str) -> Callable[[Any], Any]:
+        method = getattr(module, name)
+        if name == "transfer_batch_to_device":
+            return lambda batch: method(batch, module.device, 0)
+        return lambda batch: method(batch, 0)
+
+    return [hook(name) for name in _BATCH_HOOKS if _overrides(module, name)]
+
+
+def _reads_of_the_trainer(kind: type) -> Iterator[tuple[str, str, str]]:
+    """What training_step, and the methods that it names, read of a Trainer: method, attribute, what they get."""
+    methods = ["training_step", "forward"]
+    for method in methods:  # grows on the way
+        for owner in kind.__mro__[: kind.__mro__.index(LightningModule)]:
+            code = getattr(vars(owner).get(method), "__code__", None)
+            names = code.co_names if code is not None else ()
+            methods += [n for n in names if hasattr(kind, n) and n not in methods]
+            yield from ((method, n, _OF_THE_TRAINER[n]) for n in names if n in _OF_THE_TRAINER)
 
 
 def _twin(module: LightningModule, step: LightningStep) -> LightningModule:

@@ -353,6 +353,7 @@ class Maker:
             moved=(),
             declared=(),
             numbers=(),
+            never_zeroed=False,
         )
         return Made(
             sketch, capture, self.markers, self.updates, self.synced, self.noted, self.rules
