@@ -88,7 +88,7 @@ def backward(world: World, loss: Tensor) -> None:
 
 
 def by_hand(world: World, loss: Tensor) -> None:
-    trained = world.optimizer.param_groups[0]["params"]
+    trained = [p for group in world.optimizer.param_groups for p in group["params"]]
     for p, g in zip(trained, torch.autograd.grad(loss, trained), strict=True):
         p.grad = g
 
@@ -344,7 +344,7 @@ class Plain:
         self.world, self.rows, self.ranks = world, rows, ranks
         self.loss_of = next((r.loss for r in rows if r.loss is not mse), mse)
         self.go_back = next((r.backward for r in rows if r.backward is not backward), backward)
-        self.trained = world.optimizer.param_groups[0]["params"]
+        self.trained = [p for group in world.optimizer.param_groups for p in group["params"]]
         self.sums, self.calls = [torch.zeros_like(p) for p in self.trained], 0
 
     def call(self, x: Tensor, y: Tensor) -> Tensor:

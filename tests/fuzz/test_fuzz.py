@@ -7,6 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from tests.eagerly import asked
+from tests.fuzz import worlds
 from tests.fuzz.cases import Case
 from tests.fuzz.plain import compare
 from tests.fuzz.play import play
@@ -35,3 +36,18 @@ def test_one_rank(case: Case) -> None:
 @given(case=cases(ranks=2))
 def test_two_ranks(ranks: Ranks, case: Case) -> None:
     compare(case, ranks(play, case))
+
+
+@pytest.mark.captured
+@settings(max_examples=34, **BOUNDED)
+@given(case=worlds.worlds())
+def test_effects_under_random_optimizers(case: worlds.Case) -> None:
+    torch.compiler.reset()
+    assert worlds.same([worlds.play(0, case)])
+
+
+@pytest.mark.gloo
+@settings(max_examples=6, **BOUNDED)
+@given(case=worlds.worlds(ranks=2))
+def test_effects_on_two_ranks(ranks: Ranks, case: worlds.Case) -> None:
+    assert worlds.same(ranks(worlds.play, case))
