@@ -39,7 +39,7 @@ class Followed:
         """Raises `CaptureError` where it would change in calls without an update. several: windows, each its own."""
         if self.with_update and accumulates and (several or not self.settable):
             raise CaptureError(
-                f"{self.name}, set at {self.line}",
+                f"number {self.name!r}" + (f", set at {self.line}" if self.line else ""),
                 seen="the step changes this number, which feeds only what happens once per update, in every call",
                 wanted="a number of an attribute, and one window for the whole step"
                 if several

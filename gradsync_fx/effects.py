@@ -113,9 +113,18 @@ EFFECTS = (
     Effect("noise in gradients", "`p.grad.add_(torch.randn_like(p))`", Rule.PER_UPDATE),
     # Python.
     Effect("number of the step", "`self.calls += 1`", Rule.EVERY_CALL),
+    Effect(
+        "number of the update",
+        "`self.count += 1`, which the decay of an average is made of",
+        Rule.PER_UPDATE,
+        "an attribute of an object; in a dictionary or a list it is refused, and where the step runs eagerly it has to "
+        "be a tensor",
+    ),
+    Effect("tensor that counts updates", "`self.count.add_(1)`, likewise", Rule.PER_UPDATE),
     Effect("list", "`losses.append(loss.item())`", Rule.BEHIND),
     Effect("output", "`print(...)`, `logger.info(...)`", Rule.BEHIND),
     Effect("metric", "`metric.update(out.detach())`, `bar.update(1)`", Rule.BEHIND),
+    Effect("gradients asked for or not", "`net.requires_grad_(False)`", Rule.EAGERLY),
     Effect("branch on a value", "`if loss.item() > 3:`", Rule.EAGERLY),
     Effect(
         "helper that cannot be traced",

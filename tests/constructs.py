@@ -184,7 +184,8 @@ def appends(state: State, model: nn.Module, optimizer: Optimizer, loss: Tensor) 
 @row(
     "`bar.update(1)`, `metric.update(out.detach())`, `writer.add_scalar(...)`",
     "moved",
-    "a call that cannot be traced, without a use of its result or a gradient in its arguments: runs after the program",
+    "a call that cannot be traced, whose result nobody uses, and which reaches nothing that the step is made of: runs "
+    "after the program, watched",
 )
 def untraceable(state: State, model: nn.Module, optimizer: Optimizer, loss: Tensor) -> None:
     state.look(loss.detach())
@@ -222,6 +223,21 @@ def used(state: State, model: nn.Module, optimizer: Optimizer, loss: Tensor) -> 
 )
 def to_list(state: State, model: nn.Module, optimizer: Optimizer, loss: Tensor) -> Any:
     return {"loss": loss, "text": json.dumps(loss.tolist())}
+
+
+@row(
+    "`clip_by_history(model)`, `seed_all(n)`, not traced",
+    "eager",
+    "a call that cannot be traced, and that reaches a parameter, a gradient, an optimizer or a random generator",
+)
+def reaches(state: State, model: nn.Module, optimizer: Optimizer, loss: Tensor) -> None:
+    state.look(next(model.parameters()))
+
+
+@row("`net.requires_grad_(False)` in the step", "eager", "which parameters have gradients changes")
+def toggled(state: State, model: nn.Module, optimizer: Optimizer, loss: Tensor) -> None:
+    model.requires_grad_(False)
+    model.requires_grad_(True)
 
 
 @row('`group["lr"] = ...` in the step', "eager", "the update would come before it")

@@ -51,6 +51,7 @@ class World:
         self.optimizer: torch.optim.Optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.5)
         self.scheduler: Any = None
         self.total, self.calls = torch.zeros(()), 0
+        self.updates, self.count = torch.zeros(()), 0
         self.log, self.sizes = list[float](), list[int]()
         prepare(self)
 
@@ -59,6 +60,7 @@ class World:
         found: dict[str, Any] = {n: t.detach().clone() for n, t in self.net.state_dict().items()}
         found |= {f"slow.{n}": t.clone() for n, t in self.slow.state_dict().items()}
         found |= {"total": self.total.clone(), "calls": self.calls, "sizes": list(self.sizes)}
+        found |= {"updates": self.updates.clone(), "count": self.count}
         found |= {"log": torch.tensor(self.log), "rate": self.optimizer.param_groups[0]["lr"]}
         return found
 
@@ -263,6 +265,20 @@ def number(world: World, x: Tensor, y: Tensor) -> None:
     world.calls += 1
 
 
+@tries("number of the update", AFTER)
+def number_of_the_update(world: World, x: Tensor, y: Tensor) -> None:
+    world.count += 1
+    with torch.no_grad():
+        world.slow.weight.lerp_(world.net.inner.weight, 1 / (1 + world.count))
+
+
+@tries("tensor that counts updates", AFTER)
+def tensor_that_counts(world: World, x: Tensor, y: Tensor) -> None:
+    world.updates.add_(1)
+    with torch.no_grad():
+        world.slow.bias.lerp_(world.net.inner.bias, 1 / (1 + world.updates))
+
+
 @tries("list", FORWARD)
 def appended(world: World, x: Tensor, y: Tensor) -> None:
     world.log.append(y.mean().item())
@@ -281,6 +297,12 @@ def metric(world: World, x: Tensor, y: Tensor) -> None:
 def kept(sizes: list[int], tensor: Tensor) -> None:
     """What Dynamo cannot follow."""
     sizes.append(len(pickle.dumps(tensor)))
+
+
+@tries("gradients asked for or not", FIRST)
+def toggled(world: World, x: Tensor, y: Tensor) -> None:
+    world.net.inner.requires_grad_(False)
+    world.net.inner.requires_grad_(True)
 
 
 @tries("branch on a value", FORWARD)

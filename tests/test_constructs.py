@@ -20,6 +20,20 @@ from tests.reference import accumulation, regression
 
 
 PAGE = Path(__file__).parent.parent / "docs" / "constructs.md"
+EAGERLY = """\
+An eager run follows the step as it goes (every operation, and what is read from and put into `.grad` and `.data`), and
+its effects have the rules of [effects.md](effects.md): what depends on gradients or on updated parameters is written
+where a window ends, and again by `flush`. Three things it cannot have, and says so:
+
+- a Python number that the step changes on each call and that goes into such a write (the count of an average), or a
+  value read from a gradient (`norm.item()`) that does: `CaptureError` at the second call of a window, with the tensor
+  and the line. Take the count from `step.optimizer_step`, or keep such values in tensors;
+- a value of updated parameters that is read on the host ahead of such a write, where `flush` ends the window;
+- with `gradient_accumulation_steps="manual"`, gradients that the step changes by its own code.
+
+Values that the step itself reads on a call that closes no window are this micro-step's. Following costs about 35 us
+an operation: 2.4 ms in place of 1.0 ms for a call of an MLP of two layers, 82 in place of 72 ms for eight layers of
+width 512 with 256 rows (AdamW, one thread, medians of one run)."""
 IDS = [r.name for r in ROWS]
 
 
@@ -158,9 +172,7 @@ def page() -> str:
         "the rewrite, and the report says why.",
         *table(),
         "",
-        "In an eager run, gradients that the step reads by its own code are this micro-step's on calls that close no",
-        "window. Code of the step behind `optimizer.step()` (an average of the weights, say) runs at every call: put",
-        "it behind the call, under `if step.sync_gradients:`.",
+        EAGERLY,
         "",
         *SEVERAL_RANKS,
         "",

@@ -72,7 +72,7 @@ def test_a_number_that_feeds_the_update_is_refused_where_it_cannot_wait() -> Non
         for batch in regression(3, 1):
             stepped(model, slow, optimizer, *batch[0])
 
-    error = refused(gradsync_fx.CaptureError, "n, set", run, 2)
+    error = refused(gradsync_fx.CaptureError, "number", run, 2)
     assert "attribute" in error.fix
     run(1)
 
