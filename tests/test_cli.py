@@ -265,7 +265,7 @@ def test_dotted_module(steps: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("no_step", 3, ("returned a int as train_step", line("def no_step"))),
         ("bare_argument", 3, ("returned args as a Tensor", line("def bare_argument"))),
         ("odd_kwargs", 3, ("named like options (mode)", line("def odd_kwargs"))),
-        ("refused", 1, ("no parameter receives a gradient", None)),
+        ("refused", 1, ("it never calls backward", None)),
         ("NUMBER", 2, ("is a int, not a function", None)),
         ("god", 2, ("did you mean good?", None)),
         ("[red]x[/red]", 2, (":[red]x[/red]: the file has no such function", None)),
