@@ -228,7 +228,7 @@ def raises(rank: int) -> dict[str, Any]:
         if rank == 1 and i in (4, 5):  # in an accumulate call, and in a boundary
             try:
                 step(model, optimizer, torch.ones(4, 5), torch.ones(4, 1), "both")
-            except gradsync_fx.CaptureError as error:
+            except RuntimeError as error:  # torch's own, of the shapes
                 seen.append(str(error))
         step(model, optimizer, *slot.batch(), slot.branch)
     return {"seen": seen, "parameters": parameters(model)}
