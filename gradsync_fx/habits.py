@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import linecache
+import os
 import sys
 from collections.abc import Iterator
 from types import FrameType
@@ -43,6 +44,8 @@ def habits(*, zeroes: bool) -> tuple[str, ...]:
         if is_users(file):
             looked += 1
             loop = _loop_at(file, frame.f_lineno)
+            if loop is not None and f"{os.sep}site-packages{os.sep}" in file:
+                return ()  # a trainer of others, which nobody mends
             if loop is not None:
                 return tuple(dict.fromkeys(_in(loop, frame, zeroes=zeroes)))
         frame = frame.f_back
