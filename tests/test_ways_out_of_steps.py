@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -569,16 +570,66 @@ def test_memory_is_written_into() -> None:
         quick(bound(step, how), 1)(model, sgd(model), X, Y)
         return model[0].weight.detach()
 
-    model = mlp()
-    stepped = quick(lambda m, o, x, y: _transposed(m, o, x, y), 1)
-    refused(gradsync_fx.CaptureError, "", stepped, model, sgd(model), X, Y)
+    def shares(model: nn.Module, optimizer: Optimizer, held: Tensor, x: Tensor, y: Tensor) -> None:
+        plain_step(model, optimizer, x, y)
+        held.data = x
+
+    def copies(model: nn.Module, optimizer: Optimizer, held: Tensor, x: Tensor, y: Tensor) -> None:
+        plain_step(model, optimizer, x, y)
+        held.data.copy_(x)
+
+    model, held = mlp(), torch.zeros(4, 8)
+    refused(gradsync_fx.CaptureError, "", quick(shares, 1), model, sgd(model), held, X, Y)
+    quick(copies, 1)(model, sgd(model), held, X, Y)
+    assert torch.equal(held, X)
     torch.testing.assert_close(run("data"), run("none") * 0.5)
     torch.testing.assert_close(run("no_grad"), run("none") * 0.5)
 
 
-def _transposed(model: Any, optimizer: Optimizer, x: Tensor, y: Tensor) -> None:
-    plain_step(model, optimizer, x, y)
-    model[0].weight.data.set_(torch.zeros(16, 8))
+def limit() -> float:
+    """What no trace can follow."""
+    return len(pickle.dumps("limit")) * 1e-3
+
+
+def keeps_small(model: nn.Module) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.clamp_(-limit(), limit())
+
+
+LIMIT = limit()
+
+
+def keeps_small_traced(model: nn.Module) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.clamp_(-LIMIT, LIMIT)
+
+
+def test_a_helper_is_traced_or_called_outside() -> None:
+    def with_helper(helper: Any) -> Step:
+        def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> None:
+            plain_step(model, optimizer, x, y)
+            helper(model)
+
+        return step
+
+    def run(step: Step, outside: bool = False, **options: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = mlp()
+        stepped, optimizer = quick(step, 2, **options), sgd(model)
+        for window in regression(2, 2):
+            for batch in window:
+                stepped(model, optimizer, *batch)
+                if outside and stepped.sync_gradients:
+                    keeps_small(model)
+        return list(model.parameters())
+
+    refused(gradsync_fx.CaptureError, "", run, with_helper(keeps_small))
+    wanted = run(plain_step, True)
+    for found in (run(with_helper(keeps_small_traced)), run(with_helper(keeps_small), **EAGER)):
+        for p, q in zip(found, wanted, strict=True):
+            torch.testing.assert_close(p, q)
 
 
 def test_checkpoints_of_the_other_kind() -> None:

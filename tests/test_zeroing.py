@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -169,6 +170,21 @@ def test_one_that_reads_gradients(function: Any) -> None:
     step = quick(function, 2, on_unsupported="eager")
     error = refused(gradsync_fx.CaptureError, "Reading.zero_grad", step, model, optimizer, x, y)
     assert "test_zeroing.py" in error.seen
+
+    def reads(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+        mse(model, x, y).backward()
+        norm = model[0].weight.grad.norm()  # type: ignore[index, union-attr, operator]
+        optimizer.step()
+        optimizer.zero_grad()
+        return norm
+
+    model = mlp()
+    run, counting = quick(reads, 2), Counting(model.parameters())
+    twin = copy.deepcopy(model)
+    run(model, counting, x, y)
+    norm = run(model, counting, x, y)
+    mse(twin, x, y).backward()
+    torch.testing.assert_close(norm, twin[0].weight.grad.norm())  # type: ignore[union-attr, operator]
 
 
 def test_self_check_sees_it_once_per_update() -> None:
