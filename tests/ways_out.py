@@ -115,7 +115,7 @@ WAYS_OUT: dict[str, str | Untried] = {
     "gradient_values.py:check_assigned change p.grad itself, or": STEPS
     + "gradients_are_changed_through_grad",
     "in_place.py:refuse_overwritten reduce a copy (x = x.clo": (
-        "tests/test_ranks_remaining.py::test_an_activation_that_is_kept_for_the_backward_and_reduced"
+        "tests/test_ranks_remaining.py::test_an_activation_that_is_reduced_in_forward"
     ),
     "inspection/costs.py:find_hardware pass a preset's name, or": WINDOWS + "arguments_of_explain",
     "inspection/describe.py:describe call the step, or step.p": (
@@ -138,7 +138,7 @@ WAYS_OUT: dict[str, str | Untried] = {
         "tests/test_integrations_lightning.py::test_one_rank"
     ),
     "integrations/lightning.py:_schedule leave this scheduler out": (
-        "tests/test_schedules.py::test_schedulers_cost_no_compilation"
+        "tests/test_integrations_accelerate.py::test_what_runs_after_the_step_sees_the_schedule"
     ),
     "integrations/transformers.py:GradSyncTrainerMixin.__init__ set gradient_accumulatio": (
         "tests/test_integrations_transformers.py::test_one_rank"
