@@ -113,6 +113,7 @@ try:
     from torch._inductor.ir import FallbackKernel
     from torch._inductor.pattern_matcher import stable_topological_sort
     from torch._inductor.runtime.cache_dir_utils import cache_dir as inductor_cache_dir
+    from torch._inductor.utils import fresh_cache
     from torch._inductor.virtualized import V as inductor_globals
     from torch._logging._internal import trace_structured
     from torch._ops import OpOverload

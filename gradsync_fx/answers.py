@@ -2,7 +2,7 @@
 
 loss.backward()         torch.autograd.grad over the leaves, then one `leaf_grad` marker each; `.grad` starts as None
 optimizer.step()        one `update` marker; the optimizer's own code is traced apart (optimizer_trace.py)
-zero_grad()             `.grad` becomes None, whatever set_to_none says
+zero_grad()             `.grad` becomes None, whatever set_to_none says; the user's own is called as a scheduler is
 scheduler.step()        nothing in the graph: the host makes the call after each update
 micro_batch_weight(w)   a note of w
 GradScaler              refused by name; nothing, where it is not enabled
@@ -15,7 +15,7 @@ Answers at other libraries' calls are in integrations/, in the same form.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from gradsync_fx import ops, scaling
+from gradsync_fx import ops, scaling, zeroing
 from gradsync_fx._torch import (
     READ_ATTRIBUTE,
     GuardBuilder,
@@ -222,36 +222,42 @@ def guard_identity(owner: Any) -> None:
         install_guard(owner.source.make_guard(GuardBuilder.ID_MATCH))
 
 
-def _drop(tx: Any, parameters: Iterable[torch.Tensor]) -> Any:
+def zero_grad(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """`zero_grad(...)` of an optimizer or a module while a step is traced."""
+    value, optimizer = owner.value, owner.value if isinstance(owner.value, Optimizer) else None
     observed().in_graph(tx.output).zeroed = True
-    for p in parameters:
+    for p in value.parameters() if optimizer is None else in_groups(optimizer):
         var = variable_of(tx, p)
         if var is not None and not is_none(pending_grad(tx, var)):
             set_grad(tx, var, const(None))
-    return const(None)
-
-
-def optimizer_zero_grad(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    return _drop(tx, in_groups(owner.value))
-
-
-def _module_zero_grad(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    return _drop(tx, owner.value.parameters())
+    method = zeroing.method_of(value)
+    if not zeroing.is_own(method):
+        return const(None)
+    why_not = zeroing.why_not_later(value, method)
+    if why_not is not None:
+        refuse_as(tx, why_not)
+    guard_identity(owner)
+    return after_update(tx, value, optimizer, args, kwargs, zeroing.NAME)
 
 
 def _scheduler_step(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     guard_identity(owner)
-    return after_update(
-        tx, owner.value, getattr(owner.value, "optimizer", None), [*args, *kwargs.values()]
-    )
+    return after_update(tx, owner.value, getattr(owner.value, "optimizer", None), args, kwargs)
 
 
-def after_update(tx: Any, owner: Any, optimizer: Optimizer | None, values: list[Any]) -> Any:
-    """`owner.step(*values)` becomes a call of the host, after each update of `optimizer`."""
+def after_update(
+    tx: Any,
+    owner: Any,
+    optimizer: Optimizer | None,
+    args: list[Any],
+    kwargs: dict[str, Any],
+    method: str = "step",
+) -> Any:
+    """A method, `owner.step(...)` say, becomes a call of the host, after each update of `optimizer`."""
     seen = observed().in_graph(tx.output)
     arguments: list[tuple[str, Any]] = []
     taken = sum(kind != "constant" for call in seen.host_calls for kind, _ in call.arguments)
-    for value in values:
+    for value in (*args, *kwargs.values()):
         if value.is_python_constant():
             arguments.append(("constant", value.as_python_constant()))
             continue
@@ -259,7 +265,7 @@ def after_update(tx: Any, owner: Any, optimizer: Optimizer | None, values: list[
         note(tx, _as_tensor(tx, value), Role.HOST, taken)
         arguments.append((kind, taken))
         taken += 1
-    seen.host_calls.append(HostCall(owner, optimizer, tuple(arguments)))
+    seen.host_calls.append(HostCall(owner, optimizer, tuple(arguments), method, tuple(kwargs)))
     return const(None)
 
 
@@ -370,8 +376,7 @@ class Value:
 Answers = list[tuple[type, tuple[str, ...], Callable[..., Any] | Value]]
 _ANSWERS: Answers = [
     (Optimizer, ("step",), optimizer_step),
-    (Optimizer, ("zero_grad",), optimizer_zero_grad),
-    (nn.Module, ("zero_grad",), _module_zero_grad),
+    *((owner, (zeroing.NAME,), zero_grad) for owner in (Optimizer, nn.Module)),
     (LRScheduler, ("step",), _scheduler_step),
     (DistributedDataParallel, ("no_sync",), no_sync),
     (type(TRACED), ("weigh",), _weigh),

@@ -381,7 +381,9 @@ class CapturedStep:
                     stacklevel=2,
                 )
                 continue
-            call.owner.step(*(self._argument(kind, value) for kind, value in call.arguments))
+            given = [self._argument(kind, value) for kind, value in call.arguments]
+            named = [given.pop() for _ in call.keywords][::-1]
+            getattr(call.owner, call.method)(*given, **dict(zip(call.keywords, named, strict=True)))
 
     def _argument(self, kind: str, value: Any) -> Any:
         if kind == "constant":

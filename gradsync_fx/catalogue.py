@@ -58,7 +58,7 @@ class Catalogue:
         self._check_same_objects(capture)
         if capture.hooked:
             raise hook_error(capture.hooked[0])
-        calls = tuple((id(c.owner), c.arguments) for c in capture.host_calls)
+        calls = tuple((id(c.owner), c.method, c.arguments) for c in capture.host_calls)
         key = (capture.step.structure(), calls)
         known = self._by_structure.get(key)
         if known is not None:

@@ -29,6 +29,7 @@ from gradsync_fx.eager.discovery import discover
 from gradsync_fx.errors import WindowError
 from gradsync_fx.ops import OURS, TORCHS
 from gradsync_fx.optimizer_state import parameters_of
+from gradsync_fx.zeroing import own_among
 
 
 # Functions of these hold nothing of the user's: they are shared.
@@ -47,6 +48,7 @@ class Copy:
     buffers: dict[str, torch.Tensor]
     optimizers: tuple[Optimizer, ...]
     ddp: tuple[DistributedDataParallel, ...]
+    clearing: tuple[nn.Module, ...]  # whose `zero_grad` is the user's own
 
     def objects(self) -> list[object]:
         """What a window changes."""
@@ -64,7 +66,9 @@ def of(function: Callable[..., Any], args: Any, kwargs: Any) -> Copy:
     known |= {id(v) for v in tree_leaves((args, kwargs)) if not isinstance(v, nn.Parameter)} - owned
     parameters.update({n: t for n, t in found.tensors.items() if id(t) not in known})
     ddp = ddp_modules(seen)
-    return Copy(function, tuple(args), kwargs, parameters, buffers, tuple(found.optimizers), ddp)
+    clearing = tuple(own_among(found.modules))
+    optimizers = tuple(found.optimizers)
+    return Copy(function, tuple(args), kwargs, parameters, buffers, optimizers, ddp, clearing)
 
 
 def copied(

@@ -90,6 +90,7 @@ def _of_objects(tx: Any) -> Iterator[tuple[str, Any, Any, Callable[[int], None] 
             if not isinstance(owner, UserDefinedObjectVariable):
                 yield whole, None, new.realize(), None
                 continue
+            whole = _of_class(owner.value, name, source.name) or whole
             before = getattr(owner.value, name, None)
             if type(before) in (int, float):
 
@@ -100,6 +101,17 @@ def _of_objects(tx: Any) -> Iterator[tuple[str, Any, Any, Callable[[int], None] 
                     call_behind(tx, set_number, [owner, const(name), new, const(index)])
 
                 yield whole, before, new.realize(), store
+
+
+def _of_class(value: Any, name: str, source: str) -> str | None:
+    """Dynamo's name for a number that only a class has yet: the default that `self.count += 1` begins with."""
+    if name in getattr(value, "__dict__", {}):
+        return None
+    for i, cls in enumerate(type(value).__mro__):
+        if type(vars(cls).get(name)) in (int, float):  # no slot
+            of = f"type({source})" if i == 0 else f"type({source}).__mro__[{i}]"
+            return f"dict({of}.__dict__)[{name!r}]"
+    return None
 
 
 def _of_containers(tx: Any) -> Iterator[tuple[str, Any, Any, None]]:

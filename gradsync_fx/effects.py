@@ -81,6 +81,12 @@ EFFECTS = (
     ),
     Effect("gradients taken away", "`optimizer.zero_grad()`, `p.grad = None`", Rule.PER_WINDOW),
     Effect(
+        "zero_grad of one's own",
+        "`def zero_grad(self): super().zero_grad(); self.cleared += 1`",
+        Rule.PER_UPDATE,
+        "behind the update, as a scheduler; one that reads gradients is refused",
+    ),
+    Effect(
         "hook on a parameter",
         "`p.register_hook(...)`",
         Rule.REFUSED,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+import warnings
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -14,7 +17,9 @@ from gradsync_fx._torch import (
     NOT_FOR_OUR_PROGRAMS,
     TracingContext,
     compile_fx_inner,
+    fresh_cache,
     in_order_with_collectives,
+    inductor_cache_dir,
     inductor_config,
     inductor_globals,
     inductor_joint_passes,
@@ -25,6 +30,7 @@ from gradsync_fx._torch import (
 )
 from gradsync_fx.check_lowered import Behind, check_lowered
 from gradsync_fx.compile_once import compile_once
+from gradsync_fx.errors import GradSyncWarning
 from gradsync_fx.fusible import add_products, norms_as_sums, numbers_as_tensors, write_early
 from gradsync_fx.gc_off import gc_off
 from gradsync_fx.inlining import copy_module, inline_bodies
@@ -127,7 +133,12 @@ def _inductor(program: Program, fake_mode: Any, options: Options) -> Compiled:
 
     def compiled(module: GraphModule, inputs: list[Any], fake_mode: Any) -> Compiled:
         module.recompile()  # Inductor's cache knows a module by its code
-        return _compiled(module, inputs, fake_mode, patches, "shared_compile" in levers)
+        shared = "shared_compile" in levers
+        spare = copy_module(module)  # Inductor changes what it compiles
+        try:
+            return _compiled(module, inputs, fake_mode, patches, shared)
+        except Exception as failure:
+            return _compiled_anew(spare, inputs, fake_mode, patches, failure)
 
     main = compiled(rewritten.main, program.inputs(), fake_mode)
     if not cut.calls:
@@ -144,6 +155,33 @@ def _inductor(program: Program, fake_mode: Any, options: Options) -> Compiled:
         return results[:outputs]
 
     return run
+
+
+def _compiled_anew(
+    module: GraphModule,
+    inputs: list[Any],
+    fake_mode: Any,
+    patches: dict[str, Any],
+    failure: Exception,
+) -> Compiled:
+    """Past the files of Inductor's cache, of which one may be torn: by a full disk, or a process that was killed.
+
+    failure: of compiling with the cache, which goes on unless this succeeds.
+    """
+    folder, beside = inductor_cache_dir(), tempfile.mkdtemp(prefix="gradsync_fx-")
+    try:
+        with fresh_cache(dir=beside, delete=False):  # kernels may be loaded later
+            compiled = _compiled(module, inputs, fake_mode, patches, shared=False)
+    except Exception:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise failure from failure.__cause__
+    warnings.warn(
+        f"a file in Inductor's cache is damaged ({type(failure).__name__}); the program was compiled anew, beside it. "
+        f"To have it cached again, delete {folder}, or set TORCHINDUCTOR_CACHE_DIR to another folder",
+        GradSyncWarning,
+        stacklevel=2,
+    )
+    return compiled
 
 
 def _patches(options: Options) -> dict[str, Any]:

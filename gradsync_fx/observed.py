@@ -35,12 +35,14 @@ class HostCall:
     """A call that the host makes after each update of `optimizer`: a scheduler's step.
 
     arguments: ("note", index) for a tensor that the program gives, ("number", index) for its value as a number,
-    ("constant", value) for any other.
+    ("constant", value) for any other. keywords: the names of the last of them, where those are not given by place.
     """
 
     owner: Any
     optimizer: Optimizer | None
     arguments: tuple[tuple[str, Any], ...]
+    method: str = "step"
+    keywords: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

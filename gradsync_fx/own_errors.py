@@ -30,6 +30,7 @@ from gradsync_fx.explained import may_be_raised
 from gradsync_fx.lost import is_of_connection
 from gradsync_fx.ops import OURS
 from gradsync_fx.plain_window import same_random_numbers
+from gradsync_fx.zeroing import own_among
 
 
 def raise_own(function: Callable[..., Any], args: Any, kwargs: Any, failure: BaseException) -> None:
@@ -53,7 +54,7 @@ def _raised_by(function: Callable[..., Any], args: Any, kwargs: Any) -> Exceptio
     mode: Any = detect_fake_mode(tensors) or nullcontext()
     with _put_back(tensors), same_random_numbers(), mode:
         try:
-            with watching(_Nothing(), list(found.optimizers), names):
+            with watching(_Nothing(), found.optimizers, own_among(found.modules), names):
                 function(*args, **kwargs)
         except (torch.OutOfMemoryError, GradSyncError):
             return None
@@ -115,6 +116,8 @@ class _Nothing:
         return closure() if closure is not None else None
 
     def schedule(self, scheduler: Any, args: Any, kwargs: Any) -> None: ...
+
+    def zero(self, owner: Any, method: Any, run: Any, args: Any, kwargs: Any) -> None: ...
 
     def weigh(self, weight: Any) -> None: ...
 

@@ -33,6 +33,7 @@ from gradsync_fx.errors import WindowError
 from gradsync_fx.options import Options
 from gradsync_fx.planning import Setting, find_setting
 from gradsync_fx.threads import EAGER_CALLS, in_this_thread
+from gradsync_fx.zeroing import NAME, is_own, method_of
 
 
 Gradients = list[torch.Tensor | None]  # one for each parameter
@@ -113,6 +114,10 @@ def _call(step: Copy, args: Any, kwargs: Any, noted: Noted, totals: list[Gradien
         if noted.at_step is None:
             noted.at_step = [None if p.grad is None else p.grad.clone() for p in parameters]
 
+    def no_gradients(*args: Any, **kwargs: Any) -> None:
+        for p in parameters:
+            p.grad = None
+
     with EAGER_CALLS.held(), ExitStack() as stack:
         enter = stack.enter_context
         enter(warnings.catch_warnings())
@@ -125,6 +130,9 @@ def _call(step: Copy, args: Any, kwargs: Any, noted: Noted, totals: list[Gradien
         if totals is None:
             for cls in (*_with_step(Optimizer), *_with_step(LRScheduler)):
                 patches.append((cls, "step", no_step))
+            for one in (*step.optimizers, *step.clearing):
+                if is_own(method_of(one)):  # once per update, then
+                    patches.append((one, NAME, no_gradients))
         for owner, name, new in patches:
             enter(mock.patch.object(owner, name, in_this_thread(new, getattr(owner, name))))
         return step.function(*args, **kwargs)

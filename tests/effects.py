@@ -194,6 +194,27 @@ def taken_away(world: World, x: Tensor, y: Tensor) -> None:
     world.net.head.weight.grad = None
 
 
+class Clearing(torch.optim.SGD):
+    """Counts in a tensor how often gradients are dropped."""
+
+    def __init__(self, params: Any, cleared: Tensor, **kwargs: Any) -> None:
+        super().__init__(params, **kwargs)
+        self.cleared = cleared
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self.cleared += 1
+
+
+def clearing(world: World) -> None:
+    trained = world.optimizer.param_groups[0]["params"]
+    world.optimizer = Clearing(trained, world.slow.bias.data, lr=0.1, momentum=0.5)
+
+
+@tries("zero_grad of one's own", AFTER, clearing)
+def own_zero_grad(world: World, x: Tensor, y: Tensor) -> None: ...
+
+
 @tries("hook on a parameter", FIRST, lambda w: w.net.head.weight.register_hook(lambda g: g))
 def hooked(world: World, x: Tensor, y: Tensor) -> None: ...
 

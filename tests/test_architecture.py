@@ -39,7 +39,7 @@ LAYERS = [
         "diagnosis.graph",
     ],
     ["reached"],
-    ["left_out"],
+    ["left_out", "zeroing"],
     ["footprint"],
     [
         "optimizer_state",

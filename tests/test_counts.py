@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -120,3 +121,40 @@ def test_a_class_of_users_with_a_ramp() -> None:
     assert average.count == other.count == 4
     for p, q in zip(average.slow.parameters(), other.slow.parameters(), strict=True):
         torch.testing.assert_close(p, q, atol=1e-6, rtol=0)
+
+
+def test_a_count_that_begins_as_an_entry_of_its_class() -> None:
+    """`n = 0` in the class, `self.n += 1` in a method: the instance has it from the first call on."""
+
+    class Begins:
+        n = 0
+
+    class Average(Begins):
+        def update(self, slow: nn.Module, model: nn.Module) -> None:
+            self.n += 1
+            with torch.no_grad():
+                for p, q in zip(slow.parameters(), model.parameters(), strict=True):
+                    p.lerp_(q, 1 / (1 + self.n))
+
+    def step(
+        model: nn.Module, slow: nn.Module, average: Any, optimizer: Optimizer, x: Tensor, y: Tensor
+    ) -> None:
+        plain_step(model, optimizer, x, y)
+        average.update(slow, model)
+
+    model = mlp()
+    twin, slow = copy.deepcopy(model), copy.deepcopy(model)
+    theirs, slow_theirs = copy.deepcopy(model), Average()
+    mine, average = torch.optim.SGD(model.parameters(), lr=0.1), Average()
+    plain = torch.optim.SGD(twin.parameters(), lr=0.1)
+    stepped = quick(step, 2)
+    for window in regression(3, 2):
+        for x, y in window:
+            stepped(model, slow, average, mine, x, y)
+            (F.mse_loss(twin(x), y) / 2).backward()
+        plain.step()
+        plain.zero_grad()
+        slow_theirs.update(theirs, twin)
+        assert average.n == slow_theirs.n
+    for p, q in zip(slow.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q)

@@ -46,7 +46,7 @@ def test_a_result_that_one_rank_uses_with_inductor(
     check_as_eager(ranks(remaining.both_ways, what, 2, "plain", options))
 
 
-@pytest.mark.parametrize("how", ["sum", "max", "gather", "function"])
+@pytest.mark.parametrize("how", ["sum", "max", "gather", "function", "copied"])
 def test_an_activation_that_is_reduced_in_forward(ranks: Ranks, how: str) -> None:
     """In place, autograd does not see it; by torch's functional form it has a gradient. Both as in eager PyTorch."""
     check_as_eager(ranks(remaining.both_ways, f"reduced {how}", 2))

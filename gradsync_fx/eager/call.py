@@ -12,7 +12,7 @@ from torch.amp import GradScaler
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
-from gradsync_fx import scaling
+from gradsync_fx import scaling, zeroing
 from gradsync_fx._torch import tree_map_only
 from gradsync_fx.capture import no_optimizer_error
 from gradsync_fx.diagnosis.events import user_line
@@ -134,10 +134,23 @@ class EagerCall:
 
     def schedule(self, scheduler: Any, args: Any, kwargs: Any) -> None:
         """`scheduler.step()`: when the step has ended, and only after an update."""
-        optimizer = getattr(scheduler, "optimizer", None)
+        self._behind(scheduler, getattr(scheduler, "optimizer", None), "step", args, kwargs)
+
+    def zero(self, owner: Any, method: Any, run: Any, args: Any, kwargs: Any) -> None:
+        """A `zero_grad` of the user's own: what it does beside torch's belongs to the update."""
+        if self.effects is None:
+            run()
+            return
+        why_not = zeroing.why_not_later(owner, method)
+        if why_not is not None:
+            raise why_not
+        optimizer = owner if isinstance(owner, Optimizer) else None
+        self._behind(owner, optimizer, zeroing.NAME, args, kwargs)
+
+    def _behind(self, owner: Any, optimizer: Any, method: str, args: Any, kwargs: Any) -> None:
         reads = (self._step.number_of(optimizer),) if optimizer is not None else ()
         given = tree_map_only(torch.Tensor, torch.Tensor.detach, (tuple(args), dict(kwargs)))
-        self.deeds.append(Schedule(reads, scheduler, given[0], tuple(given[1].items())))
+        self.deeds.append(Schedule(reads, owner, given[0], tuple(given[1].items()), method))
 
     def weigh(self, weight: Any) -> None:
         """`micro_batch_weight`."""

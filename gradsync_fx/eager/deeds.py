@@ -58,14 +58,15 @@ class Update(Deed):
 
 @dataclass(frozen=True, slots=True)
 class Schedule(Deed):
-    """`scheduler.step(...)`."""
+    """`scheduler.step(...)`, or another method whose place is behind the update."""
 
-    scheduler: Any
+    owner: Any
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
+    method: str = "step"
 
     def repeat(self, values: Values) -> None:
-        self.scheduler.step(*self.args, **dict(self.kwargs))
+        getattr(self.owner, self.method)(*self.args, **dict(self.kwargs))
 
 
 @dataclass(frozen=True, slots=True)

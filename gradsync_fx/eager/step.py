@@ -25,6 +25,7 @@ from gradsync_fx.optimizer_state import in_groups, parameters_of
 from gradsync_fx.options import Options
 from gradsync_fx.planning import Setting, find_setting, part_of
 from gradsync_fx.ranks import EAGER
+from gradsync_fx.zeroing import own_among
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,8 @@ class EagerStep:
     why: the error that kept it from being captured. deeds: what the latest call did with its gradients; signs:
     how (effects.py). weighs: as in
     `CapturedStep`. sums: the window's, by parameter name. trained: parameters that ever received a gradient. settled:
-    it has nothing to share in memory. collectives: its own, once a call has shown whether it has any.
+    it has nothing to share in memory. collectives: its own, once a call has shown whether it has any. clearing: modules
+    whose `zero_grad` is the user's own.
     """
 
     settled = True
@@ -91,6 +93,7 @@ class EagerStep:
                 fix="leave it out, or mend the step so that it can be captured",
             )
         self.weighs = options.reduction == "weighted" or options.skip_nonfinite
+        self.clearing = own_among(found.modules)
         self.name_of = {id(p): n for n, p in self.capture.parameters.items()}
         self.trained: set[str] = set()
         self.deeds: list[Deed] = []

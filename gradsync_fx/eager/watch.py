@@ -5,7 +5,7 @@ backward            as always                               as always
 clip_grad_norm_     nothing; the norm is NaN                the window's gradient is reduced, then as always
 optimizer.step()    its gradients are terms of the window;  the window's gradient is reduced, then as always
                     the result is None
-zero_grad()         `.grad` becomes None                    `.grad` becomes None
+zero_grad()         `.grad` becomes None                    `.grad` becomes None; one of the user's own at the end
 scheduler.step()    nothing                                 at the end of the step
 ddp(x)              ddp.module(x): its reducer never fires
 
@@ -15,7 +15,7 @@ The patches hold for one call of the step, and in its thread.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -33,6 +33,7 @@ from gradsync_fx._torch import total_norm
 from gradsync_fx.controls import TRACED
 from gradsync_fx.optimizer_state import in_groups
 from gradsync_fx.threads import EAGER_CALLS, in_this_thread
+from gradsync_fx.zeroing import NAME, is_own, method_of
 
 
 class Answers(Protocol):
@@ -46,15 +47,22 @@ class Answers(Protocol):
         self, optimizer: Optimizer, run: Any, closure: Any, args: Any, kwargs: Any
     ) -> Any: ...
     def schedule(self, scheduler: Any, args: Any, kwargs: Any) -> None: ...
+    def zero(self, owner: Any, method: Any, run: Any, args: Any, kwargs: Any) -> None: ...
     def weigh(self, weight: Any) -> None: ...
     def scaler(self, scaler: GradScaler, name: str) -> None: ...
 
 
 @contextmanager
 def watching(
-    answers: Answers, optimizers: list[Optimizer], names: dict[str, Any]
+    answers: Answers,
+    optimizers: Sequence[Optimizer],
+    modules: Sequence[nn.Module],
+    names: dict[str, Any],
 ) -> Iterator[None]:
-    """Has `answers` answer the calls above. names: the globals of the step, which may hold torch's functions."""
+    """Has `answers` answer the calls above. names: the globals of the step, which may hold torch's functions.
+
+    modules: all of the step's whose `zero_grad` is not torch's.
+    """
     inside: list[None] = []
 
     def outermost(answer: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -98,7 +106,9 @@ def watching(
             run_held = partial(plain_clip_value, held, clip_value, *args)
             answers.clip(plain_clip_value, held, run_held, {"clip_value": clip_value})
 
-        def no_gradients(run: Any, owner: Any, *args: Any, **kwargs: Any) -> None:
+        def no_gradients(method: Any, run: Any, owner: Any, *args: Any, **kwargs: Any) -> None:
+            if is_own(method):
+                answers.zero(owner, method, run, args, kwargs)
             for p in owner.parameters() if isinstance(owner, nn.Module) else in_groups(owner):
                 p.grad = None
 
@@ -126,8 +136,12 @@ def watching(
         for optimizer in optimizers:
             if "step" in vars(optimizer):  # a scheduler has put its counter round it
                 replace(optimizer, "step", outermost(_bound(step, optimizer), optimizer.step))
-        for cls in (nn.Module, *_with_method(Optimizer, "zero_grad")):
-            patch(cls, "zero_grad", no_gradients)
+        for cls in (nn.Module, *_with_method(Optimizer, NAME)):
+            patch(cls, NAME, partial(no_gradients, vars(cls)[NAME]))
+        own: list[Any] = [*modules, *(o for o in optimizers if NAME in vars(o))]
+        for one in own:
+            answer = _bound(partial(no_gradients, method_of(one)), one)
+            replace(one, NAME, outermost(answer, one.zero_grad))
         for cls in _with_method(LRScheduler, "step"):
             patch(cls, "step", schedule)
         for method in ("scale", "unscale_", "step", "update"):

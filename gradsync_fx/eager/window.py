@@ -129,7 +129,7 @@ class _MicroStep:
         """The user's function, and then what belongs behind it."""
         executor, step, call = self._executor, self._step, self._call
         with (
-            watching(call, list(step.capture.optimizers), names),
+            watching(call, step.capture.optimizers, step.clearing, names),
             self._own_collectives(function),
             following(call.effects),
         ):

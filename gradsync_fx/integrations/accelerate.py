@@ -32,7 +32,7 @@ from gradsync_fx.answers import (
     guard_identity,
     no_sync,
     optimizer_step,
-    optimizer_zero_grad,
+    zero_grad,
 )
 from gradsync_fx.observed import Declared, call, const, is_none, line_of, observed, refuse
 
@@ -154,12 +154,12 @@ def _scheduler_step(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]
     stepped = _stepped.setdefault(id(scheduler), _Stepped(scheduler))
     (first, *_) = scheduler.optimizers
     inner = first.optimizer if isinstance(first, AcceleratedOptimizer) else first
-    return after_update(tx, stepped, inner, [*args, *kwargs.values()])
+    return after_update(tx, stepped, inner, args, kwargs)
 
 
 ANSWERS: Answers = [
     (AcceleratedOptimizer, ("step",), _inner(optimizer_step)),
-    (AcceleratedOptimizer, ("zero_grad",), _inner(optimizer_zero_grad)),
+    (AcceleratedOptimizer, ("zero_grad",), _inner(zero_grad)),
     (AcceleratedScheduler, ("step",), _scheduler_step),
     (Accelerator, ("backward",), _backward),
     (Accelerator, ("clip_grad_norm_",), _clip(torch.nn.utils.clip_grad_norm_)),
