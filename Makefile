@@ -10,9 +10,10 @@ OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 
 # What holds of windows is tried once more with steps that run eagerly (tests/eagerly.py).
-WINDOWS := $(addprefix tests/test_,window.py weights.py gradients.py manual.py buffers.py several_optimizers.py \
-	saved_windows.py schedules.py window_errors.py precision.py shapes.py ranks_ends.py ranks_saving.py \
-	ranks_disagreement.py ranks_groups.py ranks_scripts.py)
+WINDOWS := $(addprefix tests/,runtime/test_window.py test_weights.py test_gradients.py test_manual.py \
+	test_buffers.py test_several_optimizers.py test_saved_windows.py test_schedules.py test_window_errors.py \
+	test_precision.py test_shapes.py test_ranks_ends.py test_ranks_saving.py test_ranks_disagreement.py \
+	test_ranks_groups.py test_ranks_scripts.py)
 
 # Two files at a time, each file in one process.
 JOBS := --numprocesses 2 --dist loadfile

@@ -2,7 +2,7 @@
 
 from gradsync_fx.api import OptimizedStep, optimize
 from gradsync_fx.backend import window
-from gradsync_fx.controls import micro_batch_weight
+from gradsync_fx.capture.markers import micro_batch_weight
 from gradsync_fx.diagnose import diagnose
 from gradsync_fx.errors import (
     CaptureError,

@@ -1,6 +1,6 @@
 """`python -m gradsync_fx`: the command line."""
 
-from gradsync_fx.cli import main
+from gradsync_fx.cli.main import main
 
 
 if __name__ == "__main__":

@@ -11,7 +11,29 @@ from typing import Any
 
 import torch
 
-from gradsync_fx.between_calls import (
+from gradsync_fx.capture.markers import Demand
+from gradsync_fx.capture.parallelism import refuse_other_parallelism
+from gradsync_fx.capture.tracer import traced
+from gradsync_fx.checking.self_check import Verdict, check
+from gradsync_fx.comm.rank_failure import NamedLosses
+from gradsync_fx.eager.own_errors import USERS_FRAMES, raise_own
+from gradsync_fx.eager.window import EagerWindow
+from gradsync_fx.errors import CaptureError
+from gradsync_fx.inspection.costs import Hardware
+from gradsync_fx.inspection.describe import describe
+from gradsync_fx.inspection.report import Report
+from gradsync_fx.inspection.uncaptured import describe_eager
+from gradsync_fx.lowering.artifacts import artifact
+from gradsync_fx.lowering.lower import decompositions
+from gradsync_fx.options import Options
+from gradsync_fx.runtime.atomic_files import Place
+from gradsync_fx.runtime.capture_cache import Found
+from gradsync_fx.runtime.captured_step import CapturedStep
+from gradsync_fx.runtime.checkpoint import load, load_file, save, save_file
+from gradsync_fx.runtime.eager_step import EagerStep
+from gradsync_fx.runtime.executor import Executor
+from gradsync_fx.runtime.refusals import EITHER_WAY, no_copies
+from gradsync_fx.runtime.window_ops import (
     discard,
     flush,
     set_steps,
@@ -19,29 +41,7 @@ from gradsync_fx.between_calls import (
     warn_of_mistakes,
     warn_of_pending,
 )
-from gradsync_fx.capture import traced
-from gradsync_fx.captured import CapturedStep
-from gradsync_fx.catalogue import Found
-from gradsync_fx.controls import Demand
-from gradsync_fx.eager.step import EagerStep
-from gradsync_fx.eager.window import EagerWindow
-from gradsync_fx.errors import CaptureError
-from gradsync_fx.executor import Executor
-from gradsync_fx.files import Place
-from gradsync_fx.inspection.costs import Hardware
-from gradsync_fx.inspection.describe import describe
-from gradsync_fx.inspection.report import Report
-from gradsync_fx.inspection.uncaptured import describe_eager
-from gradsync_fx.lost import NamedLosses
-from gradsync_fx.lowering import decompositions
-from gradsync_fx.options import Options
-from gradsync_fx.own_errors import USERS_FRAMES, raise_own
-from gradsync_fx.parallelism import refuse_other_parallelism
-from gradsync_fx.refusals import EITHER_WAY, no_copies
-from gradsync_fx.saving import load, load_file, save, save_file
-from gradsync_fx.self_check import Verdict, check
 from gradsync_fx.threads import OneAtATime
-from gradsync_fx.traces import artifact
 
 
 log = logging.getLogger(__name__)

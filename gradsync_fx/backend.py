@@ -22,9 +22,9 @@ from torch import nn
 
 from gradsync_fx._torch import compile_fx, dynamo, dynamo_backends, dynamo_compilers, lookup_backend
 from gradsync_fx.api import OptimizedStep
-from gradsync_fx.callers import warn_user
 from gradsync_fx.errors import GradSyncWarning, NoBackwardError, OptionError, WindowError
 from gradsync_fx.options import Options
+from gradsync_fx.user_lines import warn_user
 
 
 NAME = "gradsync"

@@ -17,12 +17,12 @@ from torch.distributed import ProcessGroup
 
 from gradsync_fx._torch import FakeStore
 from gradsync_fx.api import OptimizedStep
+from gradsync_fx.capture.meta_tensors import stand_ins
+from gradsync_fx.comm.liveness import in_job
 from gradsync_fx.errors import OptionError, WindowError
 from gradsync_fx.inspection.costs import PRESETS, Hardware, find_hardware
 from gradsync_fx.inspection.report import Report
 from gradsync_fx.options import Options
-from gradsync_fx.presence import in_job
-from gradsync_fx.unallocated import stand_ins
 
 
 SIZES = (1_000, 30_000, 1_000_000, 4_000_000)  # float32 elements of a trial all-reduce

@@ -18,7 +18,7 @@ from gradsync_fx.errors import OptionError
 MANUAL = "manual"
 REDUCTIONS = ("mean", "sum", "weighted")
 BROADCASTS = ("window_start", "never", "every")
-# What makes a program faster and not another one (lowering.py, shareable.py, compile_once.py).
+# What makes a program faster and not another one (lower.py, shareable.py, compile_lock.py).
 LEVERS = ("overlap", "in_place", "shared_memory", "products", "updates", "shared_compile")
 
 

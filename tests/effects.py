@@ -1,4 +1,4 @@
-"""Code for each row of gradsync_fx/effects.py: what a step does, and what plain eager accumulation makes of it.
+"""Code for each row of gradsync_fx/capture/effects.py: what a step does, and what plain eager accumulation makes of it.
 
 A row's code is the same for both. Its reference runs it at its place on every call, or once per update, as the rule
 says: nothing else tells the two apart.
@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradsync_fx.effects import EFFECTS, Effect, Rule
+from gradsync_fx.capture.effects import EFFECTS, Effect, Rule
 from tests.own_optimizers import Counts
 
 

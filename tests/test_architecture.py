@@ -1,8 +1,10 @@
-"""The architecture as data: imports point down, private torch stays in one file, files stay small."""
+"""The architecture as data: who may import whom, private torch in one file, small files, mirrored tests."""
 
 from __future__ import annotations
 
 import ast
+import functools
+import graphlib
 import re
 from pathlib import Path
 
@@ -10,140 +12,42 @@ import gradsync_fx
 
 
 ROOT = Path(gradsync_fx.__file__).parent
-LAYERS = [
-    ["effects", "errors", "gc_off", "shared_memory", "version"],
-    [
-        "integrity",
-        "lost",
-        "files",
-        "dividing",
-        "options",
-        "_torch",
-        "flat",
-        "callers",
-        "integrations",
-        "integrations.lightning",
-        "threads",
+TESTS = Path(__file__).parent
+# Flat in the package: what everybody may import, and what users come in by ("" is the package itself).
+GROUND = {"errors", "version", "options", "_torch", "threads", "user_lines", "scaling", "gc_off"}
+DOORS = {"", "api", "backend", "explain", "diagnose"}
+# The rules: what each folder may import beside itself and the ground, in the order of the work.
+ARROWS = {
+    "ir": (),
+    "comm": ("ir",),
+    "optim": ("ir",),
+    "capture": ("ir", "comm", "optim"),
+    "planning": ("ir", "comm", "optim", "capture"),
+    "passes": ("ir", "comm", "optim", "planning"),
+    "lowering": ("ir", "comm", "passes"),
+    "runtime": ("ir", "comm", "optim", "capture", "planning", "passes", "lowering"),
+    "checking": ("ir", "optim", "capture", "planning", "runtime"),
+    "diagnosis": (),
+    "eager": ("ir", "comm", "optim", "capture", "planning", "runtime", "checking", "diagnosis"),
+    "inspection": ("ir", "optim", "capture", "planning", "runtime"),
+    "doors": (
+        "comm",
+        "capture",
+        "lowering",
+        "runtime",
+        "checking",
         "diagnosis",
-        "diagnosis.findings",
-    ],
-    [
-        "ops",
-        "controls",
-        "counters",
-        "compile_once",
-        "presence",
-        "traces",
-        "unallocated",
-        "window",
-        "diagnosis.graph",
-    ],
-    ["reached"],
-    ["left_out", "zeroing"],
-    ["footprint"],
-    [
-        "optimizer_state",
-        "program",
-        "flow",
-        "observed",
-        "journal",
-        "refusals",
-        "explained",
-        "habits",
-        "scaling",
         "eager",
-        "eager.deeds",
-        "eager.storages",
-        "ranks",
-        "remat",
-        "diagnosis.events",
-    ],
-    ["untouched"],
-    [
-        "later",
-        "drift",
-        "gradient_values",
-        "sparse",
-        "recurrent",
-        "in_place",
-        "opaque",
-        "replicas",
-        "side_by_side",
-        "canonicalize",
-        "eager.discovery",
-        "diagnosis.windows",
-        "diagnosis.watch",
-    ],
-    ["step_arguments", "counts"],
-    [
-        "answers",
-        "stages",
-        "regions",
-        "parallelism",
-        "bodies",
-        "state",
-        "wire",
-        "inspection.costs",
-        "diagnosis.rules_of_gradients",
-    ],
-    ["collectives", "integrations.accelerate"],
-    ["alike", "host_split", "as_compiled"],
-    ["optimizer_trace"],
-    ["rehearsal"],
-    [
-        "interception",
-        "plan",
-        "draft",
-        "updates",
         "inspection",
-        "inspection.data",
-        "inspection.page",
-        "diagnosis.rules",
-    ],
-    ["past_autograd", "with_updates"],
-    ["capture", "inspection.text", "inspection.graphs", "inspection.tensors", "diagnose"],
-    [
-        "passes.sums",
-        "passes.base",
-        "passes.remain",
-        "planning",
-        "inlining",
-        "fusible",
-        "inspection.report",
-    ],
-    ["kernels", "overlap", "participate", "shareable", "symbolic"],
-    ["verify", "check_lowered"],
-    ["lowering"],
-    ["passes.bucket", "passes.update"],
-    ["passes.weigh"],
-    ["passes.accumulate", "passes.reduce"],
-    ["passes"],
-    ["captured"],
-    ["eager.step"],
-    ["eager.effects"],
-    ["eager.call", "eager.following", "eager.watch"],
-    ["accumulators", "module_buffers", "copies", "inspection.flops", "inspection.remarks"],
-    ["catalogue", "plain_window"],
-    ["executor", "inspection.describe", "inspection.uncaptured", "own_errors"],
-    ["between_calls", "saving", "eager.window", "self_check"],
-    ["api"],
-    ["explain", "backend", "integrations.transformers"],
-    [""],
-    ["commands", "commands.problems"],
-    [
-        "commands.arguments",
-        "commands.outputs",
-        "commands.sides",
-        "commands.doctor",
-        "commands.factory",
-    ],
-    ["commands.limited"],
-    ["cli"],
-    ["__main__"],
-]
-LAYER = {name: i for i, names in enumerate(LAYERS) for name in names}
+    ),
+    "integrations": ("doors",),
+    "cli": ("inspection", "doors"),
+}
+# The judge shares no code with these.
+JUDGED = {"passes", "lowering", "runtime", "eager"}
 
 
+@functools.cache
 def modules() -> dict[str, Path]:
     found = {}
     for path in sorted(ROOT.rglob("*.py")):
@@ -152,6 +56,17 @@ def modules() -> dict[str, Path]:
     return found
 
 
+def room(name: str) -> str:
+    """The folder of a module, or what it is among the flat ones."""
+    folder = name.partition(".")[0]
+    if folder in GROUND:
+        return "ground"
+    if folder in DOORS:
+        return "doors"
+    return "cli" if folder == "__main__" else folder
+
+
+@functools.cache
 def imports(path: Path) -> list[tuple[str, int]]:
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
@@ -159,25 +74,84 @@ def imports(path: Path) -> list[tuple[str, int]]:
             found += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
             inside = [f"{node.module}.{alias.name}" for alias in node.names]
-            known = [f"gradsync_fx.{m}" for m in modules()]
+            known = {f"gradsync_fx.{m}" for m in modules()}
             found += [(name if name in known else node.module, node.lineno) for name in inside]
     return found
 
 
-def test_every_module_has_a_layer() -> None:
-    assert set(LAYER) == set(modules())
+def own_imports(path: Path) -> list[tuple[str, int]]:
+    """Of modules of the package, by their names within it."""
+    return [
+        (target.removeprefix("gradsync_fx").removeprefix("."), line)
+        for target, line in imports(path)
+        if target.split(".")[0] == "gradsync_fx"
+    ]
 
 
-def test_imports_point_down() -> None:
-    wrong = []
-    for name, path in modules().items():
-        for target, line in imports(path):
-            if target.split(".")[0] != "gradsync_fx":
-                continue
-            inner = target.removeprefix("gradsync_fx").removeprefix(".")
-            if LAYER[inner] >= LAYER[name]:
-                wrong.append(f"{name}:{line} imports {inner}")
+def reached_from(names: set[str]) -> set[str]:
+    reached: set[str] = set()
+    while names:
+        reached |= names
+        names = {t for name in names for t, _ in own_imports(modules()[name])} - reached
+    return reached
+
+
+def test_every_module_has_a_room() -> None:
+    flat = {name for name, path in modules().items() if path.parent == ROOT}
+    assert flat == GROUND | DOORS | {"__main__"}
+    assert {room(name) for name in modules()} == {"ground", *ARROWS}
+
+
+def test_folders_import_as_the_rules_say() -> None:
+    wrong = [
+        f"{name}:{line} imports {target}"
+        for name, path in modules().items()
+        for target, line in own_imports(path)
+        if room(target) not in {room(name), "ground", *ARROWS.get(room(name), ())}
+    ]
     assert wrong == []
+
+
+def test_no_arrow_runs_back_up() -> None:
+    order = list(ARROWS)
+    assert all(
+        order.index(below) < order.index(folder) for folder in order for below in ARROWS[folder]
+    )
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = {name: {t for t, _ in own_imports(path)} for name, path in modules().items()}
+    assert len(list(graphlib.TopologicalSorter(graph).static_order())) == len(graph)
+
+
+def test_folders_say_what_they_may_import() -> None:
+    for folder in ARROWS.keys() - {"doors"}:
+        says = ast.get_docstring(ast.parse(modules()[folder].read_text())) or ""
+        allowed = ", ".join(ARROWS[folder]) or "the ground alone"
+        assert says.endswith(f"\nMay import: {allowed}."), folder
+
+
+def test_the_judge_shares_no_code_with_what_it_judges() -> None:
+    reached = reached_from({"checking.reference_window", "checking.copies"})
+    assert {name for name in reached if room(name) in JUDGED} == set()
+
+
+def test_tests_mirror_the_folders() -> None:
+    """A test in a folder is of the module of its name; what tests the whole lies flat."""
+    wrong = [
+        f"{folder}/{path.name}"
+        for folder in ARROWS
+        for path in TESTS.glob(f"{folder}/test_*.py")
+        if f"{folder}.{path.stem.removeprefix('test_')}" not in modules()
+    ]
+    assert wrong == []
+
+
+def test_every_module_is_reached_by_a_test() -> None:
+    """From what tests import, the package itself and its command line among it. Folders that only say so are none."""
+    tried = {target for path in TESTS.rglob("*.py") for target, _ in own_imports(path)}
+    code = {m for m, path in modules().items() if len(ast.parse(path.read_text()).body) > 1}
+    assert code - reached_from({*tried, "__main__"}) == set()
 
 
 def test_private_torch_stays_in_one_file() -> None:

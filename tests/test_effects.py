@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gradsync_fx
-from gradsync_fx.effects import EFFECTS, Rule
+from gradsync_fx.capture.effects import EFFECTS, Rule
 from tests.effects import TRIED
 from tests.scenarios.effects import each_alone, together, with_effects
 from tests.workers import Ranks
@@ -28,8 +28,8 @@ PAGE = Path(__file__).parent.parent / "docs" / "effects.md"
 INTRODUCTION = """# What becomes of a step's effects
 
 A step is written as if each call were a whole batch. In a window of k calls each of its effects happens by one of these
-rules. The table is gradsync_fx/effects.py; each row is a test: in calls that accumulate, at the boundary and at the
-end of a window without data (`flush`, `skip`), on one rank and on two, captured and run eagerly.
+rules. The table is gradsync_fx/capture/effects.py; each row is a test: in calls that accumulate, at the boundary and
+at the end of a window without data (`flush`, `skip`), on one rank and on two, captured and run eagerly.
 """
 REFUSED = [t.name for t in TRIED if t.effect.rule is Rule.REFUSED]
 

@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 
 import gradsync_fx
 from gradsync_fx import _torch
-from gradsync_fx.draft import Draft
+from gradsync_fx.capture.trace_state import observed
 from gradsync_fx.errors import VerificationError
-from gradsync_fx.observed import observed
-from gradsync_fx.verify import verify
+from gradsync_fx.ir.builder import Draft
+from gradsync_fx.passes.verify import verify
 from tests.drive import plain_step, quick
 from tests.models import mlp
 from tests.optimizers import sgd
@@ -184,7 +184,7 @@ def test_a_parameter_of_another_model() -> None:
 
 
 def test_an_optimizer_whose_update_depends_on_values() -> None:
-    """No error: it runs as it is (test_opaque_update.py), and says so once."""
+    """No error: it runs as it is (test_opaque.py), and says so once."""
 
     class Picky(Optimizer):
         def __init__(self, params: Any) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import gradsync_fx
-from gradsync_fx import wire
+from gradsync_fx.comm import inplace_all_reduce
 from tests.mortals import TIMEOUT, mortals
 from tests.refusals import refused
 from tests.scenarios import faults
@@ -303,9 +303,9 @@ def test_a_scheduler_that_raises_behind_the_update() -> None:
 
 def test_what_travelled_when_a_program_was_cut_off_is_forgotten() -> None:
     total = torch.zeros(3)
-    wire._travelling[total.data_ptr()] = total
-    wire.forget([torch.zeros(3), total])
-    assert wire._travelling == {}
+    inplace_all_reduce._travelling[total.data_ptr()] = total
+    inplace_all_reduce.forget([torch.zeros(3), total])
+    assert inplace_all_reduce._travelling == {}
 
 
 # Ranks that differ

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import gradsync_fx
-from gradsync_fx.as_compiled import as_when_compiled
+from gradsync_fx.optim.compiled_mode import as_when_compiled
+from tests.capture.test_patches import torchs_own
 from tests.drive import plain_step, quick
 from tests.models import mlp
 from tests.reference import mse, regression
 from tests.scenarios import threads
-from tests.test_interception import torchs_own
 from tests.workers import Ranks
 
 

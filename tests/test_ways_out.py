@@ -45,9 +45,10 @@ def test_every_way_out_is_in_the_table() -> None:
 
 
 def test_the_tests_of_the_table_are_there() -> None:
+    root = Path(__file__).parent.parent
     tests = {
-        f"tests/{path.name}::{node.name}"
-        for path in Path(__file__).parent.glob("test_*.py")
+        f"{path.relative_to(root)}::{node.name}"
+        for path in Path(__file__).parent.rglob("test_*.py")
         for node in ast.parse(path.read_text(encoding="utf-8")).body
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
     }

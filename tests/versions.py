@@ -27,10 +27,12 @@ HEAD = """\
 
 # What each part of torch that is leant on most is tried by; the rest of the suite asks more of us than of torch.
 CORE = tuple(
-    f"tests/test_{name}.py"
+    f"tests/{name}.py"
     for name in (
-        "window", "interception", "regions", "forms_of_steps", "later", "backend", "gradients", "buffers",
-        "weights", "equivalence", "saved_windows", "errors", "torch_names", "wire", "ranks",
+        "runtime/test_window", "capture/test_patches", "ir/test_regions", "test_forms_of_steps",
+        "capture/test_deferred_calls", "test_backend", "test_gradients", "test_buffers", "test_weights",
+        "test_equivalence", "test_saved_windows", "test_errors", "test_torch_names", "comm/test_inplace_all_reduce",
+        "test_ranks",
     )
 )  # fmt: skip
 # torch brings what it needs, and the package what it needs; these are the tests' own.

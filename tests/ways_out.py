@@ -27,51 +27,59 @@ WAYS_OUT: dict[str, str | Untried] = {
     "_torch.py:_missing install a tested torch,": Untried(
         "needs another torch than the one that is installed"
     ),
-    "accumulators.py:Accumulators.check_trainable change it at a boundary,": WINDOWS
+    "runtime/accumulators.py:Accumulators.check_trainable change it at a boundary,": WINDOWS
     + "a_change_of_requires_grad",
-    "answers.py:_check_groups set group['lr'] ahead of": STEPS
+    "capture/handlers.py:_check_groups set group['lr'] ahead of": STEPS
     + "hyper_parameters_are_set_ahead_or_by_a_scheduler",
-    "answers.py:_weigh add the weights up first": STEPS + "weights_are_added_up_and_are_one_number",
+    "capture/handlers.py:_weigh add the weights up first": STEPS
+    + "weights_are_added_up_and_are_one_number",
     "api.py:OptimizedStep.__init__ make a step for each thr": (
         "tests/test_threads.py::test_two_steps_in_two_threads"
     ),
     "backend.py:window compile the whole traini": WINDOWS + "the_backend_of_a_backend",
     'backend.py:_compiled leave it out for "induct': WINDOWS + "the_backend_of_a_backend",
-    "between_calls.py:skip leave the call out on th": WINDOWS
+    "runtime/window_ops.py:skip leave the call out on th": WINDOWS
     + "a_call_is_left_out_where_the_step_ends_windows",
-    "capture.py:_capture pass tensors that own th": (
+    "capture/tracer.py:_capture pass tensors that own th": (
         Untried("no step was found that gets there: a backstop of the trace")
     ),
-    "capture.py:_check call loss.backward() in": STEPS + "backward_is_called",
-    "capture.py:_check check requires_grad, and": STEPS + "the_loss_is_computed_by_the_model",
-    "capture.py:_check build the optimizer from": STEPS + "the_optimizer_is_built_from_this_model",
-    "capture.py:no_optimizer_error call optimizer.step() in": STEPS
+    "capture/tracer.py:_check call loss.backward() in": STEPS + "backward_is_called",
+    "capture/tracer.py:_check check requires_grad, and": STEPS
+    + "the_loss_is_computed_by_the_model",
+    "capture/tracer.py:_check build the optimizer from": STEPS
+    + "the_optimizer_is_built_from_this_model",
+    "capture/tracer.py:no_optimizer_error call optimizer.step() in": STEPS
     + "the_optimizer_is_reached_in_every_call",
-    "capture.py:hook_error remove the hook, and do": STEPS + "a_hooks_work_is_done_between",
-    "captured.py:CapturedStep._weighing call it with the number": STEPS + "the_weight_is_said",
-    "catalogue.py:_other make a step of its own f": WINDOWS + "another_model_has_a_step_of_its_own",
-    "check_lowered.py:_fault report it with the step:": FAULT,
-    "collectives.py:_differ call it on every rank, o": (
+    "capture/tracer.py:hook_error remove the hook, and do": STEPS + "a_hooks_work_is_done_between",
+    "runtime/captured_step.py:CapturedStep._weighing call it with the number": STEPS
+    + "the_weight_is_said",
+    "runtime/capture_cache.py:_other make a step of its own f": WINDOWS
+    + "another_model_has_a_step_of_its_own",
+    "passes/check_lowered.py:_fault report it with the step:": FAULT,
+    "comm/collectives.py:_differ call it on every rank, o": (
         "tests/test_ranks_remaining.py::test_a_result_that_one_rank_uses"
     ),
-    "collectives.py:_no_data give every rank the same": (
+    "comm/collectives.py:_no_data give every rank the same": (
         "tests/test_ranks_remaining.py::test_a_result_that_one_rank_uses"
     ),
-    "commands/factory.py:_raised": Untried("how to look further, at the user's own exception"),
-    "commands/limited.py:_answer build less (a meta devic": (
+    "cli/factory.py:_raised": Untried("how to look further, at the user's own exception"),
+    "cli/subprocess_job.py:_answer build less (a meta devic": (
         Untried("needs a factory that takes longer than a default of minutes")
     ),
-    "commands/limited.py:_answer": Untried("how to look further, at a process that died"),
-    "commands/outputs.py:check_outputs": "tests/test_cli.py::test_files",
-    "commands/outputs.py:save": "tests/test_cli.py::test_files",
-    "commands/outputs.py:_stdout": "tests/test_cli.py::test_files",
-    "copies.py:copied pass model and optimizer": "tests/test_self_check.py::test_objects_in_a_closure_and_in_self",
-    "copies.py:_Copier.value check a step without it,": WINDOWS + "a_checks_objects_are_arguments",
-    "counts.py:Followed.check keep it in an attribute,": STEPS
+    "cli/subprocess_job.py:_answer": Untried("how to look further, at a process that died"),
+    "cli/outputs.py:check_outputs": "tests/cli/test_main.py::test_files",
+    "cli/outputs.py:save": "tests/cli/test_main.py::test_files",
+    "cli/outputs.py:_stdout": "tests/cli/test_main.py::test_files",
+    "checking/copies.py:copied pass model and optimizer": (
+        "tests/checking/test_self_check.py::test_objects_in_a_closure_and_in_self"
+    ),
+    "checking/copies.py:_Copier.value check a step without it,": WINDOWS
+    + "a_checks_objects_are_arguments",
+    "capture/counts.py:Followed.check keep it in an attribute,": STEPS
     + "a_count_in_an_attribute_or_outside",
     "diagnose.py:diagnose pass the number of micro": WINDOWS + "a_diagnosis_of_a_loop",
     "diagnose.py:diagnose pass a function that run": WINDOWS + "a_diagnosis_of_a_loop",
-    "drift.py:Drift._find look for what is not the": Untried(
+    "comm/drift.py:Drift._find look for what is not the": Untried(
         "how to look further, where parameters drift apart"
     ),
     "eager/call.py:EagerCall.update make each update a step": STEPS
@@ -87,16 +95,16 @@ WAYS_OUT: dict[str, str | Untried] = {
     + "each_optimizers_parameters_are_clipped_apart",
     "eager/call.py:_read_early clip after the last back": STEPS
     + "an_eager_step_clips_after_the_last_backward",
-    "eager/deeds.py:Done.repeat keep the value a tensor": (
-        "tests/test_eager_effects.py::test_a_value_that_was_read_on_the_host_cannot_be_made_again"
+    "runtime/eager_actions.py:Done.repeat keep the value a tensor": (
+        "tests/eager/test_effects.py::test_a_value_that_was_read_on_the_host_cannot_be_made_again"
     ),
     "eager/effects.py:_differs take the count from step": (
-        "tests/test_eager_effects.py::test_the_advice_of_the_refusal"
+        "tests/eager/test_effects.py::test_the_advice_of_the_refusal"
     ),
-    "eager/step.py:EagerStep.__init__ leave it out, or mend th": (
+    "runtime/eager_step.py:EagerStep.__init__ leave it out, or mend th": (
         WINDOWS + "an_eager_step_without_a_reduction_in_each_call"
     ),
-    "eager/step.py:EagerStep.number_of pass the optimizer to th": STEPS
+    "runtime/eager_step.py:EagerStep.number_of pass the optimizer to th": STEPS
     + "an_optimizer_is_given_as_an_argument",
     "eager/window.py:EagerWindow.__init__": Untried("handed on: the text is another error's"),
     "eager/window.py:_MicroStep._check_reached call optimizer.step() on": (
@@ -105,143 +113,165 @@ WAYS_OUT: dict[str, str | Untried] = {
     "eager/window.py:_MicroStep._weight call it with the number": STEPS + "the_weight_is_said",
     "explain.py:explain leave it out for the ran": WINDOWS + "arguments_of_explain",
     "explain.py:calibrate call step.flush() first,": WINDOWS + "a_calibration_between_windows",
-    'explained.py:explained pass on_unsupported="eag': (
+    'capture/explained.py:explained pass on_unsupported="eag': (
         STEPS + "an_untraceable_line_is_left_out_or_the_step_runs_eagerly"
     ),
-    "files.py:write_data leave the object out, or": WINDOWS + "files",
-    "files.py:write_data make room, or name anoth": WINDOWS + "files",
-    "files.py:read_data save it anew with step.s": WINDOWS + "files",
-    "files.py:read_data load an earlier one": WINDOWS + "files",
-    "gradient_values.py:check_assigned change p.grad itself, or": STEPS
+    "runtime/atomic_files.py:write_data leave the object out, or": WINDOWS + "files",
+    "runtime/atomic_files.py:write_data make room, or name anoth": WINDOWS + "files",
+    "runtime/atomic_files.py:read_data save it anew with step.s": WINDOWS + "files",
+    "runtime/atomic_files.py:read_data load an earlier one": WINDOWS + "files",
+    "capture/gradient_values.py:check_assigned change p.grad itself, or": STEPS
     + "gradients_are_changed_through_grad",
-    "in_place.py:refuse_overwritten reduce a copy (x = x.clo": (
+    "capture/in_place.py:refuse_overwritten reduce a copy (x = x.clo": (
         "tests/test_ranks_remaining.py::test_an_activation_that_is_reduced_in_forward"
     ),
     "inspection/costs.py:find_hardware pass a preset's name, or": WINDOWS + "arguments_of_explain",
     "inspection/describe.py:describe call the step, or step.p": (
         WINDOWS + "a_capture_comes_before_a_skip_and_a_report"
     ),
-    "integrations/accelerate.py:_check build the Accelerator wi": (
-        "tests/test_integrations_accelerate.py::test_two_ranks"
+    "capture/accelerate.py:_check build the Accelerator wi": (
+        "tests/capture/test_accelerate.py::test_two_ranks"
     ),
-    "integrations/accelerate.py:_check Accelerator(mixed_precis": (
-        "tests/test_integrations_accelerate.py::test_mixed_precision"
+    "capture/accelerate.py:_check Accelerator(mixed_precis": (
+        "tests/capture/test_accelerate.py::test_mixed_precision"
     ),
-    "integrations/accelerate.py:_backward use an optimizer of torc": (
-        "tests/test_integrations_accelerate.py::test_one_rank"
+    "capture/accelerate.py:_backward use an optimizer of torc": (
+        "tests/capture/test_accelerate.py::test_one_rank"
     ),
     "integrations/lightning.py:step_of write the step as a func": (
         Untried("a step by hand: what all other tests have")
     ),
-    "integrations/lightning.py:step_of pass one of them": "tests/test_integrations_lightning.py::test_one_rank",
+    "integrations/lightning.py:step_of pass one of them": (
+        "tests/integrations/test_lightning.py::test_one_rank"
+    ),
     "integrations/lightning.py:_configured return one optimizer, or": (
-        "tests/test_integrations_lightning.py::test_one_rank"
+        "tests/integrations/test_lightning.py::test_one_rank"
     ),
     "integrations/lightning.py:_schedule leave this scheduler out": (
-        "tests/test_integrations_accelerate.py::test_what_runs_after_the_step_sees_the_schedule"
+        "tests/capture/test_accelerate.py::test_what_runs_after_the_step_sees_the_schedule"
     ),
     "integrations/transformers.py:GradSyncTrainerMixin.__init__ set gradient_accumulatio": (
-        "tests/test_integrations_transformers.py::test_one_rank"
+        "tests/integrations/test_transformers.py::test_one_rank"
     ),
     "integrations/transformers.py:_check leave it out, or use tra": (
-        "tests/test_integrations_transformers.py::test_one_rank"
+        "tests/integrations/test_transformers.py::test_one_rank"
     ),
     "integrations/transformers.py:_check override compute_loss in": (
         Untried("the loss of an overridden compute_loss is the model's to any trace")
     ),
-    "integrity.py:_void": "tests/test_faults.py::test_half_an_accumulate_call",
-    "later.py:_let_wait write it so that it can": STEPS + "a_helper_is_traced_or_called_outside",
-    "lost.py:lost see whether a rank was k": "tests/test_ranks_groups.py::test_torchrun_restarts_from_a_checkpoint",
-    "observed.py:Declared.check pass gradient_accumulati": "tests/test_integrations_accelerate.py::test_one_rank",
-    "observed.py:observed call gradsync_fx.optimiz": STEPS + "backward_is_called",
-    "observed.py:refuse": Untried("handed on: the text is its caller's"),
-    "observed.py:refuse_as": Untried("handed on: the text is another error's"),
-    "observed.py:reach pass the whole model to": (
+    "runtime/consistency.py:_void": "tests/test_faults.py::test_half_an_accumulate_call",
+    "capture/deferred_calls.py:_let_wait write it so that it can": STEPS
+    + "a_helper_is_traced_or_called_outside",
+    "comm/rank_failure.py:lost see whether a rank was k": (
+        "tests/test_ranks_groups.py::test_torchrun_restarts_from_a_checkpoint"
+    ),
+    "capture/trace_state.py:Declared.check pass gradient_accumulati": (
+        "tests/capture/test_accelerate.py::test_one_rank"
+    ),
+    "capture/trace_state.py:observed call gradsync_fx.optimiz": STEPS + "backward_is_called",
+    "capture/trace_state.py:refuse": Untried("handed on: the text is its caller's"),
+    "capture/trace_state.py:refuse_as": Untried("handed on: the text is another error's"),
+    "capture/trace_state.py:reach pass the whole model to": (
         "tests/test_ranks_scripts.py::test_every_rank_takes_another_branch"
     ),
-    "opaque.py:Opaque.step keep the value on the op": STEPS
+    "optim/opaque.py:Opaque.step keep the value on the op": STEPS
     + "what_an_update_tells_is_kept_on_the_optimizer",
-    "opaque.py:closure_given call backward in the ste": STEPS + "an_optimizer_with_a_closure",
-    "optimizer_trace.py:_tried use an optimizer that to": Untried(
+    "optim/opaque.py:closure_given call backward in the ste": STEPS + "an_optimizer_with_a_closure",
+    "optim/trace.py:_tried use an optimizer that to": Untried(
         "never shown: such an optimizer runs as it is"
     ),
     "options.py:Options.of remove itdid you mean ?": WINDOWS + "options",
     "options.py:_bad pass a legal value, or l": WINDOWS + "options",
-    "parallelism.py:_of_modules wrap the model in Distri": (
+    "capture/parallelism.py:_of_modules wrap the model in Distri": (
         "tests/test_ranks.py::test_sgd_equals_ddp_and_the_joined_batch"
     ),
-    "parallelism.py:_of_tensors leave parallelize_module": (
+    "capture/parallelism.py:_of_tensors leave parallelize_module": (
         "tests/test_ranks.py::test_sgd_equals_ddp_and_the_joined_batch"
     ),
-    "parallelism.py:_of_others run pipelines without gr": Untried(
+    "capture/parallelism.py:_of_others run pipelines without gr": Untried(
         "it says to train without this package"
     ),
-    "past_autograd.py:_other_memory write into it: x.data.co": STEPS + "memory_is_written_into",
-    "plain_window.py:_refuse_originals pass model and optimizer": (
-        "tests/test_self_check.py::test_globals_of_an_imported_module"
+    "capture/past_autograd.py:_other_memory write into it: x.data.co": STEPS
+    + "memory_is_written_into",
+    "checking/reference_window.py:_refuse_originals pass model and optimizer": (
+        "tests/checking/test_self_check.py::test_globals_of_an_imported_module"
     ),
-    "plain_window.py:_totals compare such a step by h": (
+    "checking/reference_window.py:_totals compare such a step by h": (
         WINDOWS + "a_check_of_a_step_without_backward_is_done_by_hand"
     ),
-    "planning.py:_group_of_all build them with one proc": (
+    "planning/setting.py:_group_of_all build them with one proc": (
         "tests/test_ranks_groups.py::test_the_data_parallel_dimension_of_a_mesh"
     ),
-    "planning.py:_wire use reduce_dtype=torch.b": "tests/test_wire.py::test_sums_over_the_ranks",
-    "planning.py:unmapped add the optimizer to the": STEPS + "a_mapping_holds_every_optimizer",
-    "planning.py:_entangled clip each optimizer's pa": STEPS
+    "planning/setting.py:_wire use reduce_dtype=torch.b": (
+        "tests/comm/test_inplace_all_reduce.py::test_sums_over_the_ranks"
+    ),
+    "planning/setting.py:unmapped add the optimizer to the": STEPS
+    + "a_mapping_holds_every_optimizer",
+    "planning/setting.py:_entangled clip each optimizer's pa": STEPS
     + "each_optimizers_parameters_are_clipped_apart",
-    "ranks.py:check_same_window call the same step on ev": (
+    "comm/rendezvous.py:check_same_window call the same step on ev": (
         Untried("how to look further, where ranks run different programs")
     ),
-    "ranks.py:check_same_layout with sync_each_batch=Tru": (
+    "comm/rendezvous.py:check_same_layout with sync_each_batch=Tru": (
         "tests/test_ranks_scripts.py::test_every_rank_takes_another_branch"
     ),
-    "ranks.py:_disagree give every rank the same": "tests/test_ranks_ends.py::test_uneven_data",
-    "recurrent.py:refuse_dropout stack nn. layers with nn": (
-        "tests/test_recurrent.py::test_the_dropout_that_is_advised"
+    "comm/rendezvous.py:_disagree give every rank the same": "tests/test_ranks_ends.py::test_uneven_data",
+    "capture/recurrent.py:refuse_dropout stack nn. layers with nn": (
+        "tests/capture/test_recurrent.py::test_the_dropout_that_is_advised"
     ),
-    "refusals.py:no_copies save step.state_dict() (": WINDOWS + "a_state_instead_of_a_copy",
-    "refusals.py:nothing_captured call step.prepare(...) f": WINDOWS
+    "runtime/refusals.py:no_copies save step.state_dict() (": WINDOWS + "a_state_instead_of_a_copy",
+    "runtime/refusals.py:nothing_captured call step.prepare(...) f": WINDOWS
     + "a_capture_comes_before_a_skip_and_a_report",
-    "refusals.py:no_call_yet call the step once on ev": "tests/test_ranks_ends.py::test_two_epochs_with_a_flush",
-    "refusals.py:no_common_tail call step.prepare(...) o": (
+    "runtime/refusals.py:no_call_yet call the step once on ev": (
+        "tests/test_ranks_ends.py::test_two_epochs_with_a_flush"
+    ),
+    "runtime/refusals.py:no_common_tail call step.prepare(...) o": (
         "tests/test_saved_windows.py::test_a_window_of_two_branches_goes_on_where_only_one_was_seen"
     ),
-    "refusals.py:changed_steps call step.flush() or ste": WINDOWS + "a_change_of_k",
-    "refusals.py:changed_steps make a step of its own f": WINDOWS
+    "runtime/refusals.py:changed_steps call step.flush() or ste": WINDOWS + "a_change_of_k",
+    "runtime/refusals.py:changed_steps make a step of its own f": WINDOWS
     + "another_kind_of_k_is_a_step_of_its_own",
-    "regions.py:check_weights sum it up: micro_batch_w": STEPS
+    "ir/regions.py:check_weights sum it up: micro_batch_w": STEPS
     + "weights_are_added_up_and_are_one_number",
-    "regions.py:check_weights make a step of each part": STEPS
+    "ir/regions.py:check_weights make a step of each part": STEPS
     + "a_step_of_each_part_where_a_loss_needs_an_update",
-    "regions.py:_refuse use gradient_accumulatio": STEPS
+    "ir/regions.py:_refuse use gradient_accumulatio": STEPS
     + "gradients_are_read_after_the_last_backward",
-    "remat.py:refuse_reentrant pass use_reentrant=False": STEPS + "checkpoints_of_the_other_kind",
-    "replicas.py:check_replicas build the same model on": "tests/test_ranks.py::test_lin_is_exact",
-    "replicas.py:_check_values seed all ranks alike bef": "tests/test_ranks.py::test_lin_is_exact",
-    "replicas.py:_other_option pass the same arguments": "tests/test_ranks.py::test_lin_is_exact",
-    "replicas.py:_other_form build the same model on": "tests/test_ranks.py::test_lin_is_exact",
-    "saving.py:load_file load it with torch.load,": WINDOWS + "files",
+    "capture/checkpointing.py:refuse_reentrant pass use_reentrant=False": STEPS
+    + "checkpoints_of_the_other_kind",
+    "comm/replica_check.py:check_replicas build the same model on": "tests/test_ranks.py::test_lin_is_exact",
+    "comm/replica_check.py:_check_values seed all ranks alike bef": "tests/test_ranks.py::test_lin_is_exact",
+    "comm/replica_check.py:_other_option pass the same arguments": "tests/test_ranks.py::test_lin_is_exact",
+    "comm/replica_check.py:_other_form build the same model on": "tests/test_ranks.py::test_lin_is_exact",
+    "runtime/checkpoint.py:load_file load it with torch.load,": WINDOWS + "files",
     "scaling.py:refused train in bfloat16 (torch": STEPS + "a_step_without_a_scaler",
-    "self_check.py:Verdict.require report it with this text": FAULT,
-    "self_check.py:check check the step with a nu": WINDOWS
+    "checking/self_check.py:Verdict.require report it with this text": FAULT,
+    "checking/self_check.py:check check the step with a nu": WINDOWS
     + "a_check_of_one_number_of_micro_steps",
-    "sparse.py:refuse_sparse pass sparse=False to the": STEPS + "sums_over_a_dense_embedding",
-    "state.py:unpack load what step.state_dic": WINDOWS + "states_as_they_were_saved",
-    "state.py:unpack resume with the saved va": WINDOWS + "states_of_other_windows",
-    "state.py:unpack save on every rank, and": WINDOWS + "states_as_they_were_saved",
-    "state.py:unpack call step.prepare(...),": (
+    "capture/sparse.py:refuse_sparse pass sparse=False to the": STEPS
+    + "sums_over_a_dense_embedding",
+    "runtime/state_format.py:unpack load what step.state_dic": WINDOWS
+    + "states_as_they_were_saved",
+    "runtime/state_format.py:unpack resume with the saved va": WINDOWS + "states_of_other_windows",
+    "runtime/state_format.py:unpack save on every rank, and": WINDOWS + "states_as_they_were_saved",
+    "runtime/state_format.py:unpack call step.prepare(...),": (
         "tests/test_saved_windows.py::test_a_window_of_two_branches_goes_on_where_only_one_was_seen"
     ),
-    "state.py:_unlikely load what step.state_dic": WINDOWS + "states_as_they_were_saved",
-    "state.py:check_fits resume with the model an": WINDOWS + "states_as_they_were_saved",
-    "state.py:foreign_state resume with the model th": WINDOWS + "states_as_they_were_saved",
-    "step_arguments.py:given_text set it on the optimizer": STEPS
+    "runtime/state_format.py:_unlikely load what step.state_dic": WINDOWS
+    + "states_as_they_were_saved",
+    "runtime/state_format.py:check_fits resume with the model an": WINDOWS
+    + "states_as_they_were_saved",
+    "runtime/state_format.py:foreign_state resume with the model th": WINDOWS
+    + "states_as_they_were_saved",
+    "capture/step_arguments.py:given_text set it on the optimizer": STEPS
     + "an_argument_is_set_on_the_optimizer_ahead",
     "threads.py:OneAtATime.held": Untried("handed on: the text is its maker's"),
     "threads.py: run such steps in one th": (
         "tests/test_threads.py::test_eager_steps_of_two_threads_are_refused_and_other_loops_are_not_touched"
     ),
-    "untouched.py:touched write it so that it can": STEPS + "a_helper_is_traced_or_called_outside",
-    "zeroing.py:why_not_later read gradients in the st": "tests/test_zeroing.py::test_one_that_reads_gradients",
+    "capture/untouched.py:touched write it so that it can": STEPS
+    + "a_helper_is_traced_or_called_outside",
+    "optim/zeroing.py:why_not_later read gradients in the st": (
+        "tests/test_zeroing.py::test_one_that_reads_gradients"
+    ),
 }

@@ -30,11 +30,11 @@ from workloads import GPT
 
 # Where our stages begin; what one calls of another counts for the other.
 STAGES = {
-    "gradsync_fx.capture:rematerialize": "capture",
-    "gradsync_fx.capture:_capture": "capture",
-    "gradsync_fx.catalogue:Catalogue.admit": "analysis",
-    "gradsync_fx.updates:trace_update": "torch",
-    "gradsync_fx.captured:build": "passes",
+    "gradsync_fx.capture.tracer:rematerialize": "capture",
+    "gradsync_fx.capture.tracer:_capture": "capture",
+    "gradsync_fx.runtime.capture_cache:Catalogue.admit": "analysis",
+    "gradsync_fx.optim.binding:trace_update": "torch",
+    "gradsync_fx.runtime.captured_step:build": "passes",
     "gradsync_fx.api:describe": "report",
 }
 OWN = ("capture", "analysis", "passes")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from gradsync_fx.callers import is_users, up_to_users
 from gradsync_fx.diagnosis.graph import Division
+from gradsync_fx.user_lines import is_users, up_to_users
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,23 +12,24 @@ from torch.amp import GradScaler
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
-from gradsync_fx import scaling, zeroing
+from gradsync_fx import scaling
 from gradsync_fx._torch import tree_map_only
-from gradsync_fx.capture import no_optimizer_error
+from gradsync_fx.capture.tracer import no_optimizer_error
 from gradsync_fx.diagnosis.events import user_line
-from gradsync_fx.eager.deeds import Clip, Deed, Schedule, Update, needed
 from gradsync_fx.eager.effects import Effects, Signs
-from gradsync_fx.eager.step import EagerStep
 from gradsync_fx.errors import CaptureError, GradSyncWarning, ReadBeforeBoundaryError
-from gradsync_fx.opaque import closure_given
-from gradsync_fx.planning import unmapped
+from gradsync_fx.optim import zeroing
+from gradsync_fx.optim.opaque import closure_given
+from gradsync_fx.planning.setting import unmapped
+from gradsync_fx.runtime.eager_actions import Clip, Deed, Schedule, Update, needed
+from gradsync_fx.runtime.eager_step import EagerStep
 
 
 Settle = Callable[[int, frozenset[str]], bool]
 
 
 class EagerCall:
-    """Answers the calls of watch.py.
+    """Answers the calls of patches.py.
 
     closes: whether the window of a part ends with this call. settle: reduces what the window summed for the
     parameters of one optimizer (its number, and their names); says whether there was anything. earlier: `signs` of

@@ -4,8 +4,9 @@ A trace reads from its graph what depends on gradients and on updated parameters
 step runs: for each storage that it makes is known what it is made of. A write of such a value to what was there before
 the call is made for real where the window ends with the call; elsewhere it is made on a copy, which nobody sees.
 
-Such writes are noted with all that they are made of (deeds.py): a window that ends without data makes them again. They
-have to be the same in all calls of a window: a Python number that counts calls would end in an average otherwise.
+Such writes are noted with all that they are made of (eager_actions.py): a window that ends without data makes them
+again. They have to be the same in all calls of a window: a Python number that counts calls would end in an average
+otherwise.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ import torch
 
 from gradsync_fx._torch import tree_leaves, tree_map_only
 from gradsync_fx.diagnosis.events import user_line
-from gradsync_fx.eager.deeds import Deed, Done, Piece
-from gradsync_fx.eager.step import EagerStep
 from gradsync_fx.eager.storages import Held, Origin, alive, as_given, on_copies, storage_of, written
 from gradsync_fx.errors import CaptureError
+from gradsync_fx.runtime.eager_actions import Deed, Done, Piece
+from gradsync_fx.runtime.eager_step import EagerStep
 
 
 ITEM = torch.ops.aten._local_scalar_dense.default

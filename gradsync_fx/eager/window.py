@@ -11,23 +11,23 @@ from typing import Any
 import torch
 
 from gradsync_fx._torch import started_collectives, tree_leaves, tree_map_only
-from gradsync_fx.captured import NONE
-from gradsync_fx.collectives import OwnCollectives
+from gradsync_fx.capture.reachable import discover
+from gradsync_fx.comm.collectives import OwnCollectives
+from gradsync_fx.comm.rendezvous import ACCUMULATE, BOUNDARY, Meeting
 from gradsync_fx.eager.call import EagerCall
-from gradsync_fx.eager.discovery import discover
 from gradsync_fx.eager.following import following
-from gradsync_fx.eager.step import EagerStep
-from gradsync_fx.eager.watch import watching
+from gradsync_fx.eager.patches import watching
 from gradsync_fx.errors import CaptureError, GradSyncWarning, NoOptimizerError
-from gradsync_fx.executor import Executor
-from gradsync_fx.ranks import ACCUMULATE, BOUNDARY, Meeting
-from gradsync_fx.window import WindowState
+from gradsync_fx.runtime.captured_step import NONE
+from gradsync_fx.runtime.eager_step import EagerStep
+from gradsync_fx.runtime.executor import Executor
+from gradsync_fx.runtime.window import WindowState
 
 
 class EagerWindow:
     """Runs `function` in windows as the executor's counter has them. why: what kept it from being captured.
 
-    A call that raises before anything was added leaves the window as it was; behind that it is void (integrity.py).
+    A call that raises before anything was added leaves the window as it was; behind that it is void (consistency.py).
     """
 
     def __init__(self, function: Callable[..., Any], executor: Executor, why: CaptureError) -> None:

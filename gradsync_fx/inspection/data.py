@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gradsync_fx.inspection.costs import Prediction
-from gradsync_fx.journal import Entry
+from gradsync_fx.ir.journal import Entry
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Node
 
-from gradsync_fx import ops
-from gradsync_fx.captured import NONE, CapturedStep
+from gradsync_fx.capture.trace_state import readable
 from gradsync_fx.errors import WindowError
 from gradsync_fx.inspection.costs import Hardware, predict
 from gradsync_fx.inspection.data import (
@@ -19,7 +18,6 @@ from gradsync_fx.inspection.data import (
     Region,
 )
 from gradsync_fx.inspection.flops import load_of
-from gradsync_fx.inspection.remarks import remarks
 from gradsync_fx.inspection.report import Report
 from gradsync_fx.inspection.tensors import (
     dtype_name,
@@ -28,10 +26,12 @@ from gradsync_fx.inspection.tensors import (
     size_in_bytes,
     sizes,
 )
-from gradsync_fx.observed import readable
+from gradsync_fx.ir import ops
+from gradsync_fx.ir.program import Kind, Program
 from gradsync_fx.options import Options
-from gradsync_fx.plan import Bucket
-from gradsync_fx.program import Kind, Program
+from gradsync_fx.planning.plan import Bucket
+from gradsync_fx.runtime.captured_step import NONE, CapturedStep
+from gradsync_fx.runtime.remarks import remarks
 
 
 ROLES = ("forward", "backward", "gradient sync", "optimizer", "other")

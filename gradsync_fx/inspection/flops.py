@@ -8,8 +8,8 @@ import torch
 from torch.fx import Node, map_arg
 from torch.utils.flop_counter import flop_registry
 
-from gradsync_fx.captured import CapturedStep
 from gradsync_fx.inspection.costs import Load
+from gradsync_fx.runtime.captured_step import CapturedStep
 
 
 def load_of(captured: CapturedStep) -> Load:

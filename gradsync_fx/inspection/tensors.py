@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from gradsync_fx.inspection.data import Parameter, Scale
-from gradsync_fx.optimizer_state import parameters_of
+from gradsync_fx.optim.state import parameters_of
 from gradsync_fx.options import Options
 
 

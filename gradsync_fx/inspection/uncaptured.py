@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from gradsync_fx.eager.step import EagerStep
 from gradsync_fx.inspection.costs import Hardware, Load, predict
 from gradsync_fx.inspection.data import Collective
-from gradsync_fx.inspection.remarks import of_objects
 from gradsync_fx.inspection.report import Report
 from gradsync_fx.inspection.tensors import dtype_name, parameters, scale
 from gradsync_fx.options import Options
+from gradsync_fx.runtime.eager_step import EagerStep
+from gradsync_fx.runtime.remarks import of_objects
 
 
 def describe_eager(

@@ -1,1 +1,4 @@
-"""Other libraries' objects in a step: one file for each library, which alone imports it."""
+"""Other libraries' modules and trainers over `optimize`: one file for each library, which alone imports it.
+
+May import: doors.
+"""

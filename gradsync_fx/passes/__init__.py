@@ -1,10 +1,17 @@
-"""The two pipelines, in the order in which they run; nothing else decides what a program is."""
+"""The two pipelines, in the order in which they run; nothing else decides what a program is.
+
+Each file beside this one is a rewrite of graphs, before lowering or in it, or a proof that a rewrite changed no number
+(verify.py, check_lowered.py).
+
+May import: ir, comm, optim, planning.
+"""
 
 from __future__ import annotations
 
-from gradsync_fx.draft import Draft
 from gradsync_fx.gc_off import gc_off
-from gradsync_fx.journal import Journal
+from gradsync_fx.ir.builder import Draft
+from gradsync_fx.ir.journal import Journal
+from gradsync_fx.ir.program import Program
 from gradsync_fx.passes.accumulate import (
     accumulate_gradients,
     drop_boundary_effects,
@@ -22,10 +29,9 @@ from gradsync_fx.passes.reduce import (
 )
 from gradsync_fx.passes.remain import keep_collectives, keep_late_collectives
 from gradsync_fx.passes.update import inline_updates
+from gradsync_fx.passes.verify import verify
 from gradsync_fx.passes.weigh import weigh_terms
-from gradsync_fx.plan import Plan
-from gradsync_fx.program import Program
-from gradsync_fx.verify import verify
+from gradsync_fx.planning.plan import Plan
 
 
 # A micro-step: the accumulate program when nothing closes, the boundary program when everything does. And the tail, an

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from gradsync_fx.draft import Draft
-from gradsync_fx.ops import Role, argument
+from gradsync_fx.ir.builder import Draft
+from gradsync_fx.ir.ops import Role, argument
 from gradsync_fx.passes.sums import accumulator, add_to_accumulator, filled
 from gradsync_fx.passes.weigh import (
     gradients_of,
@@ -19,7 +19,7 @@ from gradsync_fx.passes.weigh import (
     weights_of,
     with_this_call,
 )
-from gradsync_fx.plan import Plan
+from gradsync_fx.planning.plan import Plan
 
 
 def join_partial_sums(draft: Draft, plan: Plan) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from gradsync_fx.draft import Draft
-from gradsync_fx.journal import Entry, Journal
-from gradsync_fx.plan import Plan
+from gradsync_fx.ir.builder import Draft
+from gradsync_fx.ir.journal import Entry, Journal
+from gradsync_fx.planning.plan import Plan
 
 
 Pass = Callable[[Draft, Plan], None]

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from gradsync_fx import ops
-from gradsync_fx.draft import Draft
+from gradsync_fx.ir import ops
+from gradsync_fx.ir.builder import Draft
 from gradsync_fx.passes.sums import cast
-from gradsync_fx.plan import Bucket, Plan
+from gradsync_fx.planning.plan import Bucket, Plan
 
 
 _aten = torch.ops.aten

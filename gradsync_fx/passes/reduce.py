@@ -15,8 +15,9 @@ import operator
 import torch
 from torch.fx import Node
 
-from gradsync_fx.draft import Draft
-from gradsync_fx.ops import argument
+from gradsync_fx.ir.builder import Draft
+from gradsync_fx.ir.ops import argument
+from gradsync_fx.ir.program import Kind, Slot
 from gradsync_fx.passes.bucket import reduce_bucket
 from gradsync_fx.passes.sums import accumulator, add_to_accumulator, cast, reset
 from gradsync_fx.passes.weigh import (
@@ -27,8 +28,7 @@ from gradsync_fx.passes.weigh import (
     weights_of,
     with_this_call,
 )
-from gradsync_fx.plan import Bucket, Plan
-from gradsync_fx.program import Kind, Slot
+from gradsync_fx.planning.plan import Bucket, Plan
 
 
 _aten = torch.ops.aten

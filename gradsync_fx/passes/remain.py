@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 from torch.fx import Node
 
-from gradsync_fx import ops
-from gradsync_fx.draft import Draft
-from gradsync_fx.plan import Plan
+from gradsync_fx.ir import ops
+from gradsync_fx.ir.builder import Draft
+from gradsync_fx.planning.plan import Plan
 
 
 def keep_collectives(draft: Draft, plan: Plan) -> None:

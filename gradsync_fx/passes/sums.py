@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Node
 
-from gradsync_fx.draft import Draft
-from gradsync_fx.plan import Plan
-from gradsync_fx.program import Kind, Slot
+from gradsync_fx.ir.builder import Draft
+from gradsync_fx.ir.program import Kind, Slot
+from gradsync_fx.planning.plan import Plan
 
 
 def accumulator(draft: Draft, plan: Plan, leaf: int) -> Node:

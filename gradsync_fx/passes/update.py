@@ -13,11 +13,11 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
-from gradsync_fx.bodies import Body, Call
-from gradsync_fx.draft import Draft
-from gradsync_fx.ops import argument
-from gradsync_fx.plan import Plan
-from gradsync_fx.program import Kind, Slot
+from gradsync_fx.ir.builder import Draft
+from gradsync_fx.ir.ops import argument
+from gradsync_fx.ir.program import Kind, Slot
+from gradsync_fx.optim.subgraphs import Body, Call
+from gradsync_fx.planning.plan import Plan
 
 
 def update_key(node: Node) -> str:

@@ -16,12 +16,12 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.fx import Node
 
-from gradsync_fx.draft import Draft
-from gradsync_fx.ops import Role, argument
+from gradsync_fx.ir.builder import Draft
+from gradsync_fx.ir.ops import Role, argument
+from gradsync_fx.ir.program import Kind, Slot
 from gradsync_fx.passes.bucket import Scale, reduce_bucket
 from gradsync_fx.passes.sums import cast, filled
-from gradsync_fx.plan import Bucket, Plan, Reduction, carrier
-from gradsync_fx.program import Kind, Slot
+from gradsync_fx.planning.plan import Bucket, Plan, Reduction, carrier
 
 
 _aten = torch.ops.aten

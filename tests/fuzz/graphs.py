@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.optim import Optimizer
 
-from gradsync_fx import ops
 from gradsync_fx._torch import FakeTensorMode, ShapeEnv
-from gradsync_fx.canonicalize import canonicalize
-from gradsync_fx.capture import Capture
-from gradsync_fx.draft import emit
-from gradsync_fx.observed import HostCall
-from gradsync_fx.program import Kind, Leaf, Slot, Step
+from gradsync_fx.capture.canonicalize import canonicalize
+from gradsync_fx.capture.trace_state import HostCall
+from gradsync_fx.capture.tracer import Capture
+from gradsync_fx.ir import ops
+from gradsync_fx.ir.builder import emit
+from gradsync_fx.ir.program import Kind, Leaf, Slot, Step
 from tests.optimizers import OPTIMIZERS
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from gradsync_fx import ops
-from gradsync_fx.program import Kind
+from gradsync_fx.ir import ops
+from gradsync_fx.ir.program import Kind
 from tests.fuzz.graphs import Made
 
 

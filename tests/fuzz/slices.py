@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 import gradsync_fx
-from gradsync_fx import ops
-from gradsync_fx.accumulators import Accumulators
-from gradsync_fx.captured import CapturedStep
-from gradsync_fx.catalogue import Catalogue
-from gradsync_fx.integrity import Integrity
+from gradsync_fx.ir import ops
+from gradsync_fx.ir.program import Kind, Program, output_values, writes
 from gradsync_fx.options import Options
-from gradsync_fx.program import Kind, Program, output_values, writes
+from gradsync_fx.runtime.accumulators import Accumulators
+from gradsync_fx.runtime.capture_cache import Catalogue
+from gradsync_fx.runtime.captured_step import CapturedStep
+from gradsync_fx.runtime.consistency import Integrity
 from tests.fuzz.graphs import HAND, SHAPES, Maker, Sketch
 from tests.fuzz.roles import Roles
 from tests.fuzz.whole import Whole, alone

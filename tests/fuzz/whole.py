@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node, map_arg
 
-from gradsync_fx import ops
+from gradsync_fx.ir import ops
 from tests.fuzz.graphs import Made
 from tests.fuzz.roles import Roles
 from tests.optimizers import OPTIMIZERS

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 
 import gradsync_fx
-from gradsync_fx.effects import Rule
+from gradsync_fx.capture.effects import Rule
 from tests.eagerly import eagerly
 from tests.effects import TRIED, Plain, Tried, World, step_of
 from tests.fuzz.optimizers import HABITS, Generated

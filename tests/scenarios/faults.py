@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 import gradsync_fx
-from gradsync_fx.ops import ALL_REDUCE
+from gradsync_fx.ir.ops import ALL_REDUCE
 from tests.scripts import Two, plain
 from tests.truth import Script, Slot
 
@@ -172,7 +172,10 @@ def struck_outside(fault: Fault | None, call: int) -> Any:
     """A block in which the fault strikes where no program runs."""
     if fault is None or fault.call != call or fault.where not in ("saving", "tracing"):
         return nullcontext()
-    place = {"saving": "gradsync_fx.files.os.fsync", "tracing": "gradsync_fx.capture._capture"}
+    place = {
+        "saving": "gradsync_fx.runtime.atomic_files.os.fsync",
+        "tracing": "gradsync_fx.capture.tracer._capture",
+    }
     return mock.patch(place[fault.where], side_effect=fault.strike)
 
 

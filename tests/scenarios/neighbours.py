@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gradsync_fx
-from gradsync_fx import side_by_side, wire
-from gradsync_fx.flat import allocate, joined
-from gradsync_fx.ranks import Line
-from gradsync_fx.shared_memory import open_room
-from gradsync_fx.side_by_side import find_shared
-from gradsync_fx.wire import START_SUMS, WAIT_SUMS
+from gradsync_fx.comm import inplace_all_reduce, shm_all_reduce
+from gradsync_fx.comm.flat_buffers import allocate, joined
+from gradsync_fx.comm.inplace_all_reduce import START_SUMS, WAIT_SUMS
+from gradsync_fx.comm.rendezvous import Line
+from gradsync_fx.comm.shared_memory import open_room
+from gradsync_fx.comm.shm_all_reduce import find_shared
 from tests.drive import step_of
 from tests.reference import Window
 
@@ -56,10 +56,10 @@ def sent() -> Any:
         sizes.append(flat.numel())
         return reduce(flat, *args)
 
-    reduce: Callable[..., Any] = wire.ALL_REDUCE_IN_PLACE
+    reduce: Callable[..., Any] = inplace_all_reduce.ALL_REDUCE_IN_PLACE
     with (
-        mock.patch.object(wire, "ALL_REDUCE_IN_PLACE", send),
-        mock.patch.object(side_by_side, "ALL_REDUCE_IN_PLACE", send),
+        mock.patch.object(inplace_all_reduce, "ALL_REDUCE_IN_PLACE", send),
+        mock.patch.object(shm_all_reduce, "ALL_REDUCE_IN_PLACE", send),
     ):
         yield sizes
 
@@ -131,7 +131,7 @@ def gone_between(rank: int, when: str) -> dict[str, Any]:
                 die()
             START_SUMS(sums, "sum", group.group_name, torch.float32)
             with (
-                mock.patch.object(side_by_side.SharedBucket, "add_up_share", die)
+                mock.patch.object(shm_all_reduce.SharedBucket, "add_up_share", die)
                 if dying
                 else nullcontext()
             ):

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsync_fx.interception import intercepting
-from gradsync_fx.observed import Observed
+from gradsync_fx.capture.patches import intercepting
+from gradsync_fx.capture.trace_state import Observed
 
 
 PATIENCE = 60.0

@@ -1,4 +1,4 @@
-"""The two ops of wire.py on sums of every kind of place."""
+"""The two ops of inplace_all_reduce.py on sums of every kind of place."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 from torch.distributed import group
 
 from gradsync_fx._torch import started_collectives
-from gradsync_fx.flat import allocate
-from gradsync_fx.wire import START_SUMS, WAIT_SUMS
+from gradsync_fx.comm.flat_buffers import allocate
+from gradsync_fx.comm.inplace_all_reduce import START_SUMS, WAIT_SUMS
 
 
 FORMS = [torch.empty(2, 3), torch.empty(()), torch.empty(5)]

@@ -1,0 +1,318 @@
+"""Calls in a step that compute nothing for it: they wait until its program has run, with the values that it gives.
+
+print, loggers     at once, wherever they stand
+list.append        at once, on a list from outside that the step does not read: Dynamo guards on what it looks at, and
+                   would trace a step anew for each length of its list of losses
+any other call     when it cannot be traced, nobody uses its result, and it reaches nothing that the step is made of
+                   (left_out.py; a progress bar, a writer, a metric): the trace starts over and puts it behind the
+                   program, where it is watched (untouched.py); else it is refused with its line
+clocks             give NaN: a step is one program, and no time passes between two of its lines
+
+A call behind the program runs once per call of the step, in the order of the lines.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.fx import GraphModule, Node
+
+from gradsync_fx._torch import (
+    ConstDictVariable,
+    InstructionTranslatorBase,
+    LazyVariableTracker,
+    LocalGeneratorObjectVariable,
+    LoggingLoggerVariable,
+    StringFormatVariable,
+    SymNodeVariable,
+    TensorVariable,
+    TupleVariable,
+    Unsupported,
+    VariableTracker,
+    formatted,
+    free_unbacked_symbols,
+    tensorify_numbers,
+)
+from gradsync_fx._torch import format_value as plain_format_value
+from gradsync_fx._torch import load_attribute as plain_load_attribute
+from gradsync_fx.capture.left_out import Touches, check_helper
+from gradsync_fx.capture.trace_state import (
+    CallSite,
+    Observed,
+    const,
+    function_of,
+    line_of,
+    observed,
+    readable,
+    real_value,
+    refuse,
+)
+from gradsync_fx.capture.untouched import run_watched
+
+
+_ASKED = (
+    "isEnabledFor",
+    "getEffectiveLevel",
+    "hasHandlers",
+)  # of a logger, and answered while tracing
+_CLOCKS = frozenset(
+    getattr(time, name + unit)
+    for name in ("time", "perf_counter", "monotonic", "process_time", "thread_time")
+    for unit in ("", "_ns")
+)
+
+
+def run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], watched: str = "") -> None:
+    """What Dynamo's code calls after the program: one call that waited. watched: its name and line, if it is."""
+    if watched:
+        run_watched(function, args, kwargs, watched)
+    else:
+        function(*args, **kwargs)
+
+
+class _Ours(VariableTracker):
+    """A function of a module of ours itself, for Dynamo's code."""
+
+    def __init__(self, name: str, module: str = __name__, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.name, self.module = name, module
+
+    def reconstruct(self, codegen: Any) -> None:
+        codegen.load_import_from(self.module, self.name)
+
+
+def call_behind(tx: Any, function: Any, arguments: list[Any]) -> None:
+    """Has Dynamo's code call a function of ours when the program has run."""
+    ours = _Ours(function.__name__, function.__module__)
+    tx.output.root_tx.debug_locals.append((ours, arguments))
+
+
+def put_behind(
+    tx: Any, function: Any, args: Any, kwargs: Any, name: str, *, watched: bool = False
+) -> Any:
+    """Has Dynamo's code call `function` when the program has run. What it is given carries no gradient."""
+    place = f"{name} at {line_of(tx)}"
+    given = [_detached(tx, a) for a in args]
+    named = {const(key): _detached(tx, value) for key, value in kwargs.items()}
+    call = [function, TupleVariable(given), ConstDictVariable(named)]
+    if watched:
+        call.append(const(place))
+    call_behind(tx, run, call)
+    observed().in_graph(tx.output).moved.append(f"{place}: after the program")
+    return const(None)
+
+
+def log_to(logger: str, method: str, *args: Any, **kwargs: Any) -> None:
+    """What a logger that the step looked up by its name is told."""
+    getattr(logging.getLogger(logger), method)(*args, **kwargs)
+
+
+def give(tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """What `backward` does with the gradient of a leaf; None where the step dropped it."""
+    if gradient is None or tensor.grad is None:
+        tensor.grad = gradient
+    else:
+        tensor.grad.add_(gradient)
+
+
+def give_behind(tx: Any, tensor: Any, gradient: Any) -> None:
+    """An input's own gradient goes onto it when the program has run."""
+    call_behind(tx, give, [tensor, gradient])
+
+
+def _detached(tx: Any, value: Any) -> Any:
+    value = value.realize()
+    if isinstance(value, TensorVariable):
+        return value.call_method(tx, "detach", [], {})
+    if isinstance(value, StringFormatVariable):
+        positional = [_detached(tx, v) for v in value.sym_args]
+        named = {key: _detached(tx, v) for key, v in value.sym_kwargs.items()}
+        return formatted(tx, value.format_string, positional, named)
+    return value
+
+
+def debugging_call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    """`DebuggingVariable.call_function` while a step is traced: print."""
+    return put_behind(tx, self, args, kwargs, self.value.__name__)
+
+
+class _Method(VariableTracker):
+    """A method of an object from outside of the step; whenever it is called, the call waits."""
+
+    def __init__(self, owner: Any, name: str, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.owner, self.name = owner, name
+
+    def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
+        return put_behind(tx, self, args, kwargs, f"{_path(self.owner)}.{self.name}")
+
+    def reconstruct(self, codegen: Any) -> None:
+        codegen(self.owner.source)
+        codegen.extend_output(codegen.create_load_attrs(self.name))
+
+
+def logger_call(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """`LoggingLoggerVariable.call_method` while a step is traced."""
+    if name in _ASKED:
+        return const(getattr(self.value, name)(*(a.as_python_constant() for a in args)))
+    if self.source is None:
+        given = [const(self.value.name), const(name), *args]
+        return put_behind(tx, _Ours(log_to.__name__), given, kwargs, f"logger.{name}")
+    return put_behind(tx, _Method(self, name), args, kwargs, f"logger.{name}")
+
+
+def load_attribute(self: Any, name: str) -> None:
+    """`InstructionTranslatorBase._load_attr` while a step is traced."""
+    owner, seen = self.stack[-1], observed()
+    unseen = isinstance(owner, LazyVariableTracker) and not owner.is_realized()
+    items = owner.peek_value() if unseen and name == "append" else None
+    if isinstance(items, list | deque) and id(items) not in seen.read_lists:
+        seen.in_graph(self.output).appended.append(items)
+        self.pop()
+        self.push(_Method(owner, name))
+        return
+    plain_load_attribute(self, name)
+
+
+def format_value(self: Any, spec: Any, flags: int) -> None:
+    """`InstructionTranslatorBase._format_value` while a step is traced: a number of the program stays one."""
+    value = self.stack[-1]
+    if isinstance(value, SymNodeVariable) and free_unbacked_symbols(value.sym_num):
+        text = "{:" + spec.as_python_constant() + "}"
+        self.push(formatted(self, text, [self.pop()], {}))
+        return
+    plain_format_value(self, spec, flags)
+
+
+def _lists_read(seen: Observed) -> frozenset[int]:
+    """Lists (by id) that the trace appended to as if it did not know them, and met elsewhere in the step."""
+    met = seen.graph.side_effects.id_to_variable if seen.appended else {}
+    return frozenset(id(items) for items in seen.appended if id(items) in met)
+
+
+def check_appended(tx: Any) -> None:
+    """Ends the trace when the step also reads a list that it appends to; the next trace treats it as any other."""
+    if _lists_read(observed()):
+        refuse(tx, "a list of the step", seen="it is appended to, and read")
+
+
+def call_function(self: Any, fn: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
+    """`InstructionTranslatorBase.call_function` while a step is traced: every call of the step comes by here."""
+    seen, fn = observed(), fn.realize()
+    clock: Any = getattr(fn, "value", None)
+    if getattr(clock, "__module__", None) == "time" and clock in _CLOCKS:
+        seen.in_graph(self.output).moved.append(
+            f"time.{clock.__name__} at {line_of(self)}: NaN, as the step is one program; take the time around it"
+        )
+        self.push(const(float("nan")))
+        return
+    if getattr(fn, "fn", None) is logging.getLogger:
+        name = [a.as_python_constant() for a in (*args, *kwargs.values())]
+        self.push(LoggingLoggerVariable(logging.getLogger(*name)))
+        return
+    site = (self.f_code, self.current_instruction.offset)
+    if site in seen.behind:
+        self.push(put_behind(self, fn, args, kwargs, _name(fn), watched=True))
+        return
+    answered = seen.answered
+    try:
+        _plain_call(self, fn, args, kwargs)
+    except Exception as failure:
+        seen.read_lists |= _lists_read(seen)
+        # The outermost such call wins: a part of a progress bar's update is no better than all of it.
+        # Dynamo warns of calls that it does not know, too; where warnings are errors, that is what stops it.
+        stopped = isinstance(failure, Unsupported | Warning) and seen.answered == answered
+        if stopped and result_unused(self):
+            _let_wait(self, site, fn, args, kwargs)
+        raise
+
+
+_plain_call = InstructionTranslatorBase.call_function
+
+
+def keep_numbers(module: GraphModule) -> None:
+    """`_apply_tensorify_python_scalars` while a step is traced.
+
+    torch turns Python floats into tensors where tensors meet them, and makes constants of all others, with a trace for
+    each value. Floats that meet only each other (the running sum of a loss) can stay what they are.
+    """
+    met = (
+        a.meta.get("val")
+        for node in module.graph.nodes
+        for a in node.all_input_nodes
+        if isinstance(node.meta.get("val"), torch.Tensor) and not _handed_out(node)
+    )
+    if any(isinstance(value, torch.SymFloat) for value in met):
+        tensorify_numbers(module)
+
+
+def _handed_out(node: Node) -> bool:
+    """A number that the program returns, in the tensor that Dynamo has it returned in."""
+    only_output = all(user.op == "output" for user in node.users)
+    return node.target is torch.ops.aten.scalar_tensor.default and only_output
+
+
+def result_unused(tx: Any) -> bool:
+    """Whether the code that is being traced drops the result of the call that it makes."""
+    return bool(tx.instructions[tx.instruction_pointer].opname == "POP_TOP")
+
+
+def _let_wait(tx: Any, site: CallSite, fn: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
+    """Has the next trace put this call behind the program, or refuses it for what it may touch."""
+    seen = observed()
+    function = function_of(fn)
+    if getattr(function, "__module__", "") == dist.distributed_c10d.__name__:
+        if function is dist.barrier:  # a broadcast, say: what it writes is read in the step
+            seen.could_wait = site
+        return
+    if function is None or fn.source is None:
+        return
+    given: list[Any] = []
+    differentiable: list[Any] = []
+
+    def look(value: Any) -> None:
+        made_here = isinstance(value, TensorVariable) and value.source is None
+        if made_here and value.requires_grad or isinstance(value, LocalGeneratorObjectVariable):
+            differentiable.append(value)
+        elif not made_here:
+            given.append(real_value(tx, value))
+
+    VariableTracker.visit(look, [args, kwargs])
+    trained = {id(leaf) for leaf in seen.leaves}
+    try:
+        check_helper(
+            function,
+            given,
+            differentiable=bool(differentiable),
+            trained=lambda tensor: id(tensor) in trained,
+        )
+    except Touches as reason:
+        if seen.could_wait is None and seen.refusal is None:
+            refuse(
+                tx,
+                _name(fn),
+                seen=f"it cannot be traced, and nobody uses its result; {reason}, so that it cannot wait until the "
+                "step's program has run",
+                wanted="calls that can be traced, or that touch no gradient, parameter, buffer, optimizer, input or "
+                "random generator",
+                fix="write it so that it can be traced (torch's functions, no numbers of Python), call it outside of "
+                'the step (where step.sync_gradients is True, for once per update), or pass on_unsupported="eager"',
+            )
+    else:
+        seen.could_wait = site
+
+
+def _name(fn: Any) -> str:
+    function = getattr(fn, "fn", None) or getattr(fn, "value", None)
+    name = getattr(function, "__qualname__", None) or getattr(fn, "name", None)
+    return name if isinstance(name, str) else _path(fn)
+
+
+def _path(value: Any) -> str:
+    """What the user calls a value."""
+    return getattr(value.source, "freevar_name", None) or readable(value.source.name)

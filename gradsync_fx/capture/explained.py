@@ -1,0 +1,76 @@
+"""torch's reason for a trace that failed, in the form of this package's errors, with the user's line."""
+
+from __future__ import annotations
+
+import linecache
+import re
+from collections.abc import Callable
+from typing import Any
+
+from gradsync_fx._torch import TorchDynamoException, TorchRuntimeError
+from gradsync_fx.errors import CaptureError, GradSyncError
+from gradsync_fx.ir.ops import OURS, TORCHS
+
+
+def explained(failure: BaseException, function: Callable[..., Any]) -> GradSyncError:
+    """The error of ours inside torch's, or torch's reason in our form with the user's line."""
+    cause: BaseException | None = failure
+    while cause is not None:
+        if isinstance(cause, GradSyncError):
+            return cause
+        cause = getattr(cause, "inner_exception", None) or cause.__cause__
+    lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
+    explanation = next((line.partition(":")[2] for line in lines if _EXPLAINS in line), "").strip()
+    seen = lines[0] if lines else type(failure).__name__
+    raised = next((line.partition("raised exception")[2] for line in lines if _RAISED in line), "")
+    reason = f"the step raises: {raised.strip()}" if raised else explanation
+    return CaptureError(
+        f"graph break at {_user_place(str(failure), function)}",
+        seen=f"{seen} ({reason})" if reason and reason != seen else seen,
+        wanted="a step that is traced whole",
+        # torch's own hints are for its compiler's graph breaks, and lead nowhere here.
+        fix='pass on_unsupported="eager": the same windows, without the graph rewrite; or leave this line out',
+    )
+
+
+_RAISED, _EXPLAINS = "raised exception", "Explanation"
+
+
+def _user_place(text: str, function: Callable[..., Any]) -> str:
+    """The last line of the user's own that torch's report of a failed trace names."""
+    own = [f"{file}:{line}" for file, line in _places(text) if not file.startswith((TORCHS, OURS))]
+    code = getattr(function, "__code__", None)
+    return own[-1] if own else f"{code.co_filename}:{code.co_firstlineno}" if code else "the step"
+
+
+def _places(text: str) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = re.findall(r'File "([^"]+)", line (\d+)', text)
+    return found
+
+
+# Reasons of Dynamo's behind which the step's own exception may stand: what it raises by itself, in all likelihood.
+_RAISING = (
+    "Attempted to read undefined local variable",
+    "Data-dependent assertion failed",
+    "Import failure",
+    "Observed exception",
+    "Tensor device mismatch",
+    "TypeError when making fake tensor call",
+    "Unhandled tensor method",
+    "Unsupported function call",
+    "autograd.grad with already consumed grad_fn",
+    "failed to bind arguments",
+    "failed to broadcast",
+    "failed to find name",
+    "missing ",
+)
+
+
+def may_be_raised(failure: TorchDynamoException) -> bool:
+    """Whether a trace may have failed because the step raises: by torch's reason, or by the statement it stopped at."""
+    if isinstance(failure, TorchRuntimeError) or (
+        getattr(failure, "gb_type", None) or ""
+    ).startswith(_RAISING):
+        return True
+    lines = [linecache.getline(file, int(line)).lstrip() for file, line in _places(str(failure))]
+    return any(line.startswith(("raise ", "assert ")) for line in lines)

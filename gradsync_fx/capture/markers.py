@@ -1,0 +1,42 @@
+"""What a step says about itself while it is traced: its weight, and that it has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+class _Traced:
+    """Methods that a trace answers in its own way (handlers.py); outside of a trace they do nothing."""
+
+    def weigh(self, weight: float | torch.Tensor) -> None: ...
+
+    def end(self, demand: str, keep_gradients: bool) -> None: ...
+
+
+TRACED = _Traced()
+
+
+def micro_batch_weight(weight: float | torch.Tensor) -> None:
+    """Says, inside a step, how much this micro-batch counts: the number of its tokens, for a mean over tokens.
+
+    With `reduction="weighted"` the window's gradient is sum(w g) / sum(w) over its micro-steps and all ranks. weight:
+    a number, or a tensor of one element of any real dtype; not negative. Call it once in each call of the step, at
+    any place in it. In a step that runs without gradsync_fx it does nothing.
+    """
+    TRACED.weigh(weight)
+
+
+@dataclass(slots=True)
+class Demand:
+    """Parameters that the next trace must give a gradient, of zeros where the step gives none.
+
+    `key` is what Dynamo guards on: a step that was traced under one demand is not run under another. deferred: what the
+    latest call left to be done with an update.
+    """
+
+    key: str = ""
+    parameters: tuple[torch.Tensor, ...] = ()
+    deferred: Sequence[Callable[[], None]] = ()

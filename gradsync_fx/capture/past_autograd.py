@@ -1,0 +1,89 @@
+"""Writes past autograd, `p.data.clamp_(...)` or `p.detach().copy_(...)`: effects of the graph like any other write.
+
+return (clamp, ...)     AOTAutograd would copy `clamp` into p behind the program, whichever program that is
+copy_(p, clamp)         now the write stands in the graph, and belongs to the program that it belongs to
+return (p, ...)         what AOTAutograd copies is p itself
+set_(p, value)          `p.data = value`: a write, where the value has memory of its own and the form of p
+
+Where an output is an input that the graph wrote, AOTAutograd puts the input in its place, counted from the first of
+these writes and not from the outputs behind them (seen in 2.13): another output would be lost. That is done here.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.fx import GraphModule, Node
+
+from gradsync_fx._torch import (
+    OpOverload,
+    OutputType,
+    aot_wrappers,
+    inputs_given_back,
+    written_outside,
+)
+from gradsync_fx.capture.trace_state import readable
+from gradsync_fx.errors import CaptureError
+from gradsync_fx.ir.ops import argument
+from gradsync_fx.ir.program import output_values
+
+
+_aten = torch.ops.aten
+
+
+def outputs_in_their_places() -> AbstractContextManager[Any]:
+    """AOTAutograd gives back values, where it would put inputs in the places of outputs."""
+    kinds = SimpleNamespace(**{**OutputType.__members__, OutputType.is_input.name: None})
+    return mock.patch.object(aot_wrappers, "OutputType", kinds)
+
+
+def keep_writes(module: GraphModule, names: list[str]) -> None:
+    """Puts the writes that AOTAutograd would make behind the graph into it, in place.
+
+    names: of the inputs, for people. Raises `CaptureError` for an input that becomes another tensor.
+    """
+    holders = module.graph.find_nodes(op="placeholder")
+    (out,) = module.graph.find_nodes(op="output")
+    values = output_values(module)
+    outside = written_outside()
+    for output, index in inputs_given_back().items():
+        values[len(outside) + output] = holders[index]
+    for place, (index, replaced) in enumerate(outside):
+        holder, value = holders[index], values[place]
+        if replaced:
+            raise _other_memory(names[index])
+        with module.graph.inserting_before(out):
+            written = module.graph.call_function(_aten.copy_.default, (holder, value))
+        written.meta.update(holder.meta)
+        values[place] = holder
+    out.args = (tuple(values),)
+    for node in module.graph.find_nodes(op="call_function", target=_aten.set_.source_Tensor):
+        holder, value = argument(node, 0), argument(node, 1)
+        if holder not in holders or not _is_fresh(value) or not _alike(holder, value):
+            raise _other_memory(names[holders.index(holder)] if holder in holders else "a tensor")
+        node.target = _aten.copy_.default
+
+
+def _is_fresh(value: Node) -> bool:
+    """Whether it lies in memory of its own: no view of an input, which both would go on to share."""
+    while isinstance(value.target, OpOverload) and value.target.is_view:
+        value = argument(value, 0)
+    return value.op == "call_function"
+
+
+def _alike(holder: Node, value: Node) -> bool:
+    one, other = holder.meta["val"], value.meta["val"]
+    return (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+
+
+def _other_memory(name: str) -> CaptureError:
+    return CaptureError(
+        f"{readable(name)} in the step",
+        seen="it is given other memory, another shape or other strides (x.data = y, set_, transpose_, resize_)",
+        wanted="writes into tensors that stay what they are",
+        fix="write into it: x.data.copy_(y), or x.copy_(y) under torch.no_grad()",
+    )

@@ -1,0 +1,400 @@
+"""A call of the user's step becomes a `Step`: Dynamo traces it whole, AOTAutograd makes it functional ATen.
+
+function + arguments -> Dynamo (patches.py at the special calls) -> AOT -> Step, with a name for every input
+
+Dynamo keeps its part at run time too: it guards on what the step depends on, binds the arguments, and rebuilds what
+the step returns. A call that its guards do not cover is captured anew.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from gradsync_fx._torch import (
+    BatchNorm,
+    FakeTensorMode,
+    TorchDynamoException,
+    aot_module_simplified,
+    cached_backends,
+    detect_fake_mode,
+    dynamo_optimize,
+    reset_code,
+    tree_map_only,
+)
+from gradsync_fx.capture.canonicalize import canonicalize
+from gradsync_fx.capture.checkpointing import refuse_reentrant, rematerialize, torch_pass_off
+from gradsync_fx.capture.counts import Followed
+from gradsync_fx.capture.explained import explained
+from gradsync_fx.capture.markers import TRACED, Demand
+from gradsync_fx.capture.past_autograd import keep_writes, outputs_in_their_places
+from gradsync_fx.capture.patches import intercepting
+from gradsync_fx.capture.trace_state import (
+    CallSite,
+    Declared,
+    HostCall,
+    Observed,
+    observed,
+    readable,
+)
+from gradsync_fx.capture.untouched import Around, one_call, runs, runs_now
+from gradsync_fx.capture.with_updates import followed
+from gradsync_fx.comm.liveness import compiling
+from gradsync_fx.errors import (
+    CaptureError,
+    ForeignParameterError,
+    NoBackwardError,
+    NoGradientError,
+    NoOptimizerError,
+)
+from gradsync_fx.ir.ops import LEAF_GRAD, UPDATE, argument
+from gradsync_fx.ir.program import Kind, Leaf, Slot, Step, writes
+from gradsync_fx.optim.state import parameters_of
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """A `Step` with the objects that it came from."""
+
+    step: Step
+    fake_mode: FakeTensorMode | None
+    optimizers: tuple[Optimizer, ...]
+    ddp: tuple[DistributedDataParallel, ...]
+    parameters: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    hooked: tuple[str, ...]
+    host_calls: tuple[HostCall, ...]
+    weighed: bool
+    no_syncs: tuple[tuple[str, bool], ...]
+    batch_norms: tuple[str, ...]
+    moved: tuple[str, ...]
+    declared: tuple[Declared, ...]
+    numbers: tuple[Followed, ...]
+    never_zeroed: bool
+
+
+_serial = itertools.count()
+_NO_NOTES = torch.empty(0)  # handed to torch where notes end, by which it knows an output
+OnCapture = Callable[[Capture], Callable[[list[Any]], Any]]
+
+
+def traced(
+    function: Callable[..., Any],
+    on_capture: OnCapture,
+    decompositions: Any,
+    dynamic: bool | None,
+    demand: Demand | None = None,
+    *,
+    manual: bool = False,
+    rank_timeout: float | None = None,
+    at_end: ExitStack | None = None,
+) -> Callable[..., Any]:
+    """A callable that captures `function` as needed and hands each call's flat inputs to what `on_capture` returned.
+
+    at_end: gets what has Dynamo let go of it all.
+    manual: calls that do not reach an optimizer are micro-steps of a window, not mistakes. Raises `CaptureError`
+    (naming the user's line) when a step cannot be traced whole.
+    """
+    asked = demand or Demand()
+
+    def whole_step(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        notes = TRACED.end(asked.key, manual)  # type: ignore[func-returns-value]  # a trace answers with its notes
+        return tree_map_only(torch.Tensor, torch.Tensor.detach, result), notes
+
+    # Dynamo keeps what it compiled by code object: each step needs one of its own.
+    whole_step.__code__ = whole_step.__code__.replace(co_name=f"step_{next(_serial)}")
+
+    def compile_graph(module: GraphModule, inputs: list[Any]) -> Any:
+        return _functional(module, inputs, on_capture, decompositions, manual)
+
+    context: Any = dynamo_optimize(backend=compile_graph, nopython=True, dynamic=dynamic)
+    scoped = _Scoped(context.callback._torchdynamo_orig_backend, asked, rank_timeout)
+    context.callback._torchdynamo_orig_backend = scoped
+    run = context(whole_step)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        while True:
+            try:
+                with one_call():
+                    result = run(*args, **kwargs)[0]
+                    now = runs()
+                    asked.deferred = now.deferred if now is not None else ()
+                    return result
+            except TorchDynamoException as failure:
+                # Nothing of the step has run: the trace starts over, with one call more behind the program.
+                if not scoped.try_again():
+                    raise explained(failure, function) from failure
+
+    if at_end is not None:
+        # Dynamo holds what it captured, model and programs with it, by the step's code and by its backend.
+        at_end.callback(reset_code, whole_step.__code__)
+        at_end.callback(cached_backends.pop, id(compile_graph), None)
+    return call
+
+
+class _Scoped:
+    """Dynamo's frame converter, with the interception in force while it traces and at no other time."""
+
+    def __init__(self, callback: Any, demand: Demand, rank_timeout: float | None) -> None:
+        self._callback, self._demand, self._rank_timeout = callback, demand, rank_timeout
+        # Dynamo's C code walks this chain while frames are intercepted: a plain attribute, no Python code may run.
+        self._torchdynamo_orig_backend = callback._torchdynamo_orig_backend
+        self._behind: frozenset[CallSite] = frozenset()
+        self._read_lists: frozenset[int] = frozenset()
+        self._symbols: frozenset[str] = frozenset()
+        self._learned = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        fresh = Observed(self._demand.parameters, self._behind, self._read_lists)
+        fresh.symbols = self._symbols
+        with compiling(self._rank_timeout), intercepting(fresh) as seen:
+            try:
+                return self._callback(*args, **kwargs)
+            except Exception:
+                self._learned = self._learn(seen)
+                if seen.refusal is not None and not self._learned:
+                    raise seen.refusal from None
+                raise
+
+    def _learn(self, seen: Observed) -> bool:
+        before = self._behind, self._read_lists, self._symbols
+        self._read_lists, self._symbols = seen.read_lists, seen.symbols
+        if seen.could_wait is not None:
+            self._behind |= {seen.could_wait}
+        return before != (self._behind, self._read_lists, self._symbols)
+
+    def try_again(self) -> bool:
+        """Whether the trace that failed last would fare better now: it stopped at a call that can wait
+        (deferred_calls.py).
+        """
+        learned, self._learned = self._learned, False
+        return learned
+
+
+def _functional(
+    module: GraphModule,
+    inputs: list[Any],
+    on_capture: OnCapture,
+    decompositions: Any,
+    manual: bool,
+) -> Any:
+    seen = observed()
+    refuse_reentrant(module)
+    sources = [
+        (n.meta["grapharg"].source.name, n.meta["grapharg"].example)
+        for n in module.graph.find_nodes(op="placeholder")
+    ]
+
+    def receive(graph: GraphModule, fakes: Any) -> Any:
+        keep_writes(graph, [source for source, _ in sources])
+        rematerialize(graph)
+        capture = _capture(graph, fakes, sources, seen, manual)
+        ready: list[Callable[[list[Any]], Any]] = []
+
+        def boxed(args: list[Any]) -> Any:
+            # On the first call, not here: torch is in the middle of its own tracing, with fake tensors in force.
+            if not ready:
+                ready.append(on_capture(capture))
+            given, args[:] = list(args), []
+            if capture.moved or capture.numbers:
+                runs_now(Around(capture, list(given)))
+            # torch marks the sizes of all outputs once one of them has a symbolic size: the end of the notes, too.
+            return [_NO_NOTES if value is None else value for value in ready[0](given)]
+
+        boxed._boxed_call = True  # type: ignore[attr-defined]
+        return boxed
+
+    with torch_pass_off(), outputs_in_their_places():
+        compiled = aot_module_simplified(
+            module,
+            inputs,
+            fw_compiler=receive,  # type: ignore[arg-type]
+            inference_compiler=receive,  # type: ignore[arg-type]
+            decompositions=decompositions,
+            keep_inference_input_mutations=True,
+        )
+    return torch.compiler.disable(compiled, reason="a compiled gradsync_fx step")
+
+
+def _capture(
+    graph: GraphModule,
+    fakes: list[Any],
+    sources: list[tuple[str, Any]],
+    seen: Observed,
+    manual: bool,
+) -> Capture:
+    if len(fakes) != len(sources):
+        raise CaptureError(
+            "inputs of the step",
+            seen=f"{len(sources)} tensors became {len(fakes)} inputs",
+            wanted="inputs that are not views of one storage, and no tensor subclasses",
+            fix="pass tensors that own their storage (tensor.clone())",
+        )
+    parameters, buffers = named_tensors(seen)
+    names = {id(t): n for n, t in (*buffers.items(), *parameters.items())}
+    owned = {id(p) for o in seen.optimizers for p in parameters_of(o)}
+    slots = []
+    for position, (source, real) in enumerate(sources):
+        name = names.get(id(real), readable(source))
+        if isinstance(real, torch.Tensor) and (
+            isinstance(real, nn.Parameter) or id(real) in owned or _is_leaf(real, seen)
+        ):
+            kind = Kind.PARAMETER
+            parameters.setdefault(name, real)
+            names[id(real)] = name
+        elif any(real is b for b in buffers.values()):
+            kind = Kind.BUFFER
+        else:
+            kind = Kind.DATA
+        slots.append(Slot(kind, name, position))
+    inputs = {id(t) for t in seen.inputs}
+    leaves = {
+        i: Leaf(i, names.get(id(t), f"leaf {i}"), t)
+        for i, t in enumerate(seen.leaves)
+        if id(t) not in inputs
+    }
+    _unmark(graph, leaves)
+    canonicalize(graph)
+    step = Step(graph, tuple(slots), leaves)
+    _check(step, seen, parameters, manual)
+    return Capture(
+        step=step,
+        fake_mode=detect_fake_mode(fakes),
+        optimizers=tuple(seen.optimizers),
+        ddp=ddp_modules(seen),
+        parameters=parameters,
+        buffers=buffers,
+        hooked=tuple(names.get(id(t), "a tensor") for t in seen.hooked),
+        host_calls=tuple(seen.host_calls),
+        weighed=bool(seen.weights),
+        no_syncs=tuple((n.line, not n.late) for n in seen.no_syncs),
+        batch_norms=batch_norms(seen),
+        moved=tuple(seen.moved),
+        declared=tuple(seen.declared),
+        numbers=followed(step, seen.numbers, [name for name, _ in sources]),
+        never_zeroed=seen.left and not (seen.zeroed or seen.assigned or manual),
+    )
+
+
+def _is_leaf(tensor: torch.Tensor, seen: Observed) -> bool:
+    """Whether it is a leaf that is trained: inputs have gradients of their own."""
+    trained = any(tensor is leaf for leaf in seen.leaves)
+    return trained and all(tensor is not given for given in seen.inputs)
+
+
+def _unmark(graph: GraphModule, leaves: dict[int, Leaf]) -> None:
+    """Gradients of inputs are values like any other."""
+    for marker in graph.graph.find_nodes(op="call_function", target=LEAF_GRAD):
+        if argument(marker, 1) not in leaves:
+            marker.replace_all_uses_with(argument(marker, 0))
+            graph.graph.erase_node(marker)
+
+
+def named_tensors(seen: Observed) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Parameters and buffers of the outermost modules met, by the inner module's names (no `module.` of DDP)."""
+    parameters: dict[str, torch.Tensor] = {}
+    buffers: dict[str, torch.Tensor] = {}
+    for source, root in seen.roots():
+        inner = root.module if isinstance(root, DistributedDataParallel) else root
+        wrapped = _has_inner_ddp(inner)
+        for found, named in (
+            (parameters, inner.named_parameters()),
+            (buffers, inner.named_buffers()),
+        ):
+            for name, tensor in named:
+                if any(tensor is t for t in found.values()):
+                    continue
+                name = name.replace(".module.", ".") if wrapped else name
+                found[f"{readable(source)}.{name}" if name in found else name] = tensor
+    return parameters, buffers
+
+
+def ddp_modules(seen: Observed) -> tuple[DistributedDataParallel, ...]:
+    """All of them, also those inside of other modules; the outer one first."""
+    inside = dict.fromkeys(m for _, root in seen.modules for m in root.modules())
+    return tuple(m for m in inside if isinstance(m, DistributedDataParallel))
+
+
+def batch_norms(seen: Observed) -> tuple[str, ...]:
+    """Names of the BatchNorm layers that train."""
+    found = []
+    for _, root in seen.roots():
+        inner = root.module if isinstance(root, DistributedDataParallel) else root
+        for name, module in inner.named_modules():
+            if isinstance(module, BatchNorm) and module.training:
+                found.append(name or type(module).__name__)
+    return tuple(found)
+
+
+def _has_inner_ddp(module: nn.Module) -> bool:
+    return any(isinstance(m, DistributedDataParallel) for m in module.modules())
+
+
+def _check(step: Step, seen: Observed, parameters: dict[str, torch.Tensor], manual: bool) -> None:
+    if not step.leaves and not seen.backwards:
+        raise NoBackwardError(
+            "the step",
+            seen="it never calls backward: nothing in it has a gradient",
+            wanted="a whole training step: forward, backward and optimizer.step()",
+            fix="call loss.backward() in the step, ahead of optimizer.step()",
+        )
+    if not step.leaves:
+        raise NoGradientError(
+            "the step",
+            seen="its backward reaches no parameter",
+            wanted="a loss that depends on at least one parameter that requires a gradient",
+            fix="check requires_grad, and that the loss is computed by the model",
+        )
+    known = {id(t) for t in parameters.values()} | {id(t) for t in seen.leaves}
+    for optimizer in seen.optimizers:
+        for gi, group in enumerate(getattr(optimizer, "param_groups", ())):
+            for pi, p in enumerate(group["params"]):
+                if id(p) not in known:
+                    raise ForeignParameterError(
+                        f"parameter {pi} of group {gi} of {type(optimizer).__name__} (shape {tuple(p.shape)})",
+                        seen="no module of the step holds it",
+                        wanted="an optimizer over the parameters of the model that the step trains",
+                        fix="build the optimizer from this model's parameters(), after any change of them",
+                    )
+    graph = step.module.graph
+    written = any(step.slots[i].kind is Kind.PARAMETER for i in _written(step))
+    if not graph.find_nodes(op="call_function", target=UPDATE) and not written and not manual:
+        if seen.hooked:
+            raise hook_error(next(n for n, t in parameters.items() if t is seen.hooked[0]))
+        raise no_optimizer_error()
+
+
+def no_optimizer_error() -> NoOptimizerError:
+    """The error for a step that changes no parameter."""
+    return NoOptimizerError(
+        "the step",
+        seen="it never reaches an optimizer: no parameter is changed",
+        wanted="a call of optimizer.step() on the parameters that loss.backward() reaches",
+        fix="call optimizer.step() in the step on every call, without an `if (i + 1) % k == 0` round it: when it takes "
+        'effect is decided for you; or pass gradient_accumulation_steps="manual", where that `if` decides',
+    )
+
+
+def hook_error(name: str) -> CaptureError:
+    """The error for a gradient hook on a parameter."""
+    return CaptureError(
+        f"hook on {name!r}",
+        seen="a gradient hook (an optimizer that runs inside backward, perhaps); it does not run in a compiled step",
+        wanted="parameters without gradient hooks",
+        fix="remove the hook, and do its work between backward() and optimizer.step()",
+    )
+
+
+def _written(step: Step) -> list[int]:
+    order = {n: i for i, n in enumerate(step.module.graph.find_nodes(op="placeholder"))}
+    return [order[argument(w, 0)] for w in writes(step.module)]

@@ -1,0 +1,6 @@
+"""The judges: one window in plain eager PyTorch on copies of the user's objects, and the comparison with it.
+
+reference_window.py shares no code with what it judges: it reaches no pass, no lowering and nothing of the runtime.
+
+May import: ir, optim, capture, planning, runtime.
+"""

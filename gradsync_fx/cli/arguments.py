@@ -1,0 +1,164 @@
+"""The arguments of the command line, each declared once, and the texts below `--help`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from gradsync_fx.cli.problems import MEANINGS
+from gradsync_fx.inspection.costs import PRESETS
+from gradsync_fx.options import BROADCASTS, REDUCTIONS
+
+
+EXAMPLES = {
+    "inspect": (
+        "gradsync-fx inspect examples/inspect_step.py:gpt -k 4 --world-size 8",
+        "gradsync-fx inspect lib.training:factory -k 8 --hardware h100-400g",
+        "gradsync-fx inspect train.py:factory -k 4 --world-size 8 --html report.html",
+        "gradsync-fx inspect train.py:factory -k 4 --json - | jq .bytes_after",
+    ),
+    "diff": (
+        "gradsync-fx diff examples/inspect_step.py:gpt",
+        "gradsync-fx diff train.py:factory -k 4 --world-size 8 --unified | less -R",
+    ),
+    "doctor": ("gradsync-fx doctor", "gradsync-fx doctor --json - | jq .ok"),
+}
+
+
+def epilog(*commands: str) -> str:
+    """Examples of these commands, and what the exit codes mean."""
+    examples = "\n".join(escape(line) for command in commands for line in EXAMPLES[command])
+    exits = "\n".join(f"{code}  {escape(meaning)}" for code, meaning in MEANINGS.items())
+    return f"[bold]Examples[/bold]\n{examples}\n\n[bold]Exit codes[/bold]\n{exits}"
+
+
+WINDOW, ESTIMATE, OUTPUT = "Window", "Estimate", "Output"  # panels of --help
+
+Factory = Annotated[
+    str,
+    typer.Argument(metavar="FILE.py:FACTORY", help="or package.module:FACTORY", show_default=False),
+]
+Steps = Annotated[
+    str,
+    typer.Option(
+        "--gradient-accumulation-steps",
+        "-k",
+        metavar="K",
+        help="or manual",
+        rich_help_panel="Micro-steps in a window",
+    ),
+]
+World = Annotated[
+    int | None,
+    typer.Option(
+        "--world-size",
+        min=1,
+        metavar="N",
+        help="ranks, simulated; without it those of this process",
+        rich_help_panel=WINDOW,
+    ),
+]
+Machine = Annotated[
+    str,
+    typer.Option(
+        "--hardware",
+        metavar="PRESET",
+        help=", ".join(PRESETS),
+        autocompletion=lambda: list(PRESETS),
+        rich_help_panel=ESTIMATE,
+    ),
+]
+Latency = Annotated[
+    float | None,
+    typer.Option(metavar="S", help="seconds of one message", rich_help_panel=ESTIMATE),
+]
+Bandwidth = Annotated[
+    float | None,
+    typer.Option(metavar="B", help="bytes/s of one rank's link", rich_help_panel=ESTIMATE),
+]
+Flops = Annotated[
+    float | None,
+    typer.Option(metavar="F", help="FLOP/s of one rank", rich_help_panel=ESTIMATE),
+]
+Reduction = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOW",
+        help=", ".join(REDUCTIONS),
+        show_default="mean",
+        autocompletion=lambda: list(REDUCTIONS),
+        rich_help_panel=WINDOW,
+    ),
+]
+Cap = Annotated[
+    float | None,
+    typer.Option(
+        "--bucket-cap-mb",
+        metavar="MIB",
+        help="of one all-reduce",
+        show_default="25",
+        rich_help_panel=WINDOW,
+    ),
+]
+Each = Annotated[
+    bool,
+    typer.Option("--sync-each-batch", help="reduce in every micro-step", rich_help_panel=WINDOW),
+]
+Nonfinite = Annotated[
+    bool,
+    typer.Option(
+        "--skip-nonfinite",
+        help="leave out micro-steps that are not finite",
+        rich_help_panel=WINDOW,
+    ),
+]
+Buffers = Annotated[
+    str | None,
+    typer.Option(
+        metavar="WHEN",
+        help=", ".join(BROADCASTS),
+        autocompletion=lambda: list(BROADCASTS),
+        rich_help_panel=WINDOW,
+    ),
+]
+Sums = Annotated[
+    str | None,
+    typer.Option(
+        "--accumulator-dtype",
+        metavar="DTYPE",
+        help="float32, bfloat16, ...",
+        rich_help_panel=WINDOW,
+    ),
+]
+Wire = Annotated[
+    str | None,
+    typer.Option(
+        "--reduce-dtype", metavar="DTYPE", help="float32, bfloat16, ...", rich_help_panel=WINDOW
+    ),
+]
+Limit = Annotated[
+    float,
+    typer.Option(
+        "--timeout",
+        min=0,
+        metavar="S",
+        help="seconds for loading, factory and capture; 0: no limit, in this process, as a debugger needs it",
+    ),
+]
+Trace = Annotated[bool, typer.Option("--traceback", help="show the traceback behind an error")]
+Json = Annotated[
+    str | None,
+    typer.Option("--json", metavar="OUT", help="JSON; -: to stdout, alone", rich_help_panel=OUTPUT),
+]
+Html = Annotated[
+    str | None,
+    typer.Option("--html", metavar="OUT", help="a page to look at", rich_help_panel=OUTPUT),
+]
+Dot = Annotated[
+    str | None,
+    typer.Option(
+        "--dot", metavar="OUT", help="graphviz; -: to stdout, alone", rich_help_panel=OUTPUT
+    ),
+]

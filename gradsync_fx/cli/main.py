@@ -1,0 +1,271 @@
+"""The command line `gradsync-fx`: parses arguments, prints and writes what the commands return, sets the exit code."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import gradsync_fx
+from gradsync_fx.cli import doctor as checks
+from gradsync_fx.cli.arguments import (
+    EXAMPLES,
+    Bandwidth,
+    Buffers,
+    Cap,
+    Dot,
+    Each,
+    Factory,
+    Flops,
+    Html,
+    Json,
+    Latency,
+    Limit,
+    Machine,
+    Nonfinite,
+    Reduction,
+    Steps,
+    Sums,
+    Trace,
+    Wire,
+    World,
+    epilog,
+)
+from gradsync_fx.cli.diff import codes, to_sides
+from gradsync_fx.cli.factory import Request, Target, make_report
+from gradsync_fx.cli.outputs import STDOUT, check_outputs, save, show, write
+from gradsync_fx.cli.problems import REFUSED, USAGE, Problem, plain
+from gradsync_fx.cli.subprocess_job import limited
+from gradsync_fx.errors import OptionError
+from gradsync_fx.inspection.costs import PRESETS, Hardware, find_hardware
+from gradsync_fx.inspection.report import Report
+from gradsync_fx.inspection.text import WIDTH, to_tables
+from gradsync_fx.options import Options
+
+
+FACTORY = "FACTORY is a function without arguments that returns (train_step, args) or (train_step, args, kwargs)."
+
+
+app = typer.Typer(
+    name="gradsync-fx",
+    help="Shows what gradsync_fx makes of a training step: nothing is trained, no other machine is needed.",
+    epilog=epilog(*EXAMPLES),
+    rich_markup_mode="rich",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(
+            f"gradsync_fx {gradsync_fx.__version__} (torch {torch.__version__}, "
+            f"Python {platform.python_version()})"
+        )
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="show versions")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(
+    epilog=epilog("inspect"), help=f"What the rewrite changes in a step, as tables.\n\n{FACTORY}"
+)
+def inspect(
+    factory: Factory,
+    gradient_accumulation_steps: Steps = "1",
+    world_size: World = None,
+    hardware: Machine = "laptop",
+    latency: Latency = None,
+    bandwidth: Bandwidth = None,
+    flops: Flops = None,
+    reduction: Reduction = None,
+    bucket_cap_mb: Cap = None,
+    sync_each_batch: Each = False,
+    skip_nonfinite: Nonfinite = False,
+    broadcast_buffers: Buffers = None,
+    accumulator_dtype: Sums = None,
+    reduce_dtype: Wire = None,
+    html: Html = None,
+    json: Json = None,
+    dot: Dot = None,
+    timeout: Limit = 600.0,
+    traceback: Trace = False,
+) -> None:
+    given = dict(locals())
+    with _told(traceback):
+        check_outputs(html=html, json=json, dot=dot)
+        machine = _hardware(hardware, latency=latency, bandwidth=bandwidth, flops=flops)
+        report = _report(given, machine, timeout)
+        if html is not None:
+            save(html, report.to_html)
+        for path, text in ((json, report.to_json), (dot, report.to_dot)):
+            if path is not None:
+                write(path, text())
+        if STDOUT not in (json, dot):
+            console = Console()
+            # Piped, it is what print(report) gives; on a terminal it takes the terminal's width.
+            show(console if console.is_terminal else Console(width=WIDTH), to_tables(report))
+
+
+@app.command(
+    epilog=epilog("diff"),
+    help=f"The accumulate program beside the boundary program, as Python.\n\n{FACTORY}",
+)
+def diff(
+    factory: Factory,
+    gradient_accumulation_steps: Steps = "2",
+    world_size: World = None,
+    reduction: Reduction = None,
+    bucket_cap_mb: Cap = None,
+    sync_each_batch: Each = False,
+    skip_nonfinite: Nonfinite = False,
+    broadcast_buffers: Buffers = None,
+    accumulator_dtype: Sums = None,
+    reduce_dtype: Wire = None,
+    unified: Annotated[
+        bool, typer.Option("--unified", "-u", help="as a unified diff, also on a wide terminal")
+    ] = False,
+    json: Json = None,
+    timeout: Limit = 600.0,
+    traceback: Trace = False,
+) -> None:
+    given = dict(locals())
+    with _told(traceback):
+        check_outputs(json=json)
+        report = _report(given, find_hardware("laptop"), timeout)
+        programs = codes(report)
+        if len(programs) < 2:
+            raise Problem(
+                USAGE,
+                "--gradient-accumulation-steps",
+                f"{report.k}: every call is a boundary, so there is one program only",
+                "two programs to compare",
+                "pass 2 or more",
+            )
+        if json is not None:
+            found = {"step": report.step, "k": report.k, "world_size": report.world_size}
+            write(json, _json({**found, "programs": programs}))
+        if json != STDOUT:
+            console = Console()
+            show(console, to_sides(report, console.width, unified=unified))
+
+
+@app.command(
+    epilog=epilog("doctor"),
+    help="Whether this machine has what gradsync_fx needs, and what to do.",
+)
+def doctor(json: Json = None, traceback: Trace = False) -> None:
+    with _told(traceback):
+        check_outputs(json=json)
+        err, found = Console(stderr=True), []
+        styles = {checks.OK: "green", checks.WARN: "yellow", checks.FAIL: "bold red"}
+        table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+        table.add_column()
+        table.add_column()
+        table.add_column(overflow="fold")
+        with err.status("looking at this machine"):
+            for check in checks.examine():
+                found.append(check)
+                detail = Text(plain(check.detail))
+                if check.fix:
+                    detail.append(f"\nwhat to do: {plain(check.fix)}", style="cyan")
+                table.add_row(Text(check.status, styles[check.status]), check.name, detail)
+        ok = all(check.status != checks.FAIL for check in found)
+        if json is not None:
+            write(json, _json({"ok": ok, "checks": [asdict(check) for check in found]}))
+        if json != STDOUT:
+            show(Console(), table)
+        if not ok:
+            raise typer.Exit(REFUSED)
+
+
+def _report(given: dict[str, Any], machine: Hardware, timeout: float) -> Report:
+    """The report for the arguments of a command, made in a process of its own. Raises `Problem`."""
+    target = Target.of(given["factory"])
+    names = (
+        "reduction", "bucket_cap_mb", "sync_each_batch", "skip_nonfinite", "broadcast_buffers",
+        "accumulator_dtype", "reduce_dtype",
+    )  # fmt: skip
+    options = {name: given[name] for name in names if given[name] not in (None, False)}
+    steps = given["gradient_accumulation_steps"]
+    options["gradient_accumulation_steps"] = int(steps) if _is_number(steps) else steps
+    for name in ("accumulator_dtype", "reduce_dtype"):
+        if name in options:
+            options[name] = getattr(torch, options[name], options[name])
+    try:
+        Options.of(options)
+    except OptionError as error:
+        raise Problem.of(USAGE, error) from error
+    if not math.isfinite(timeout):
+        raise Problem(USAGE, "--timeout", f"{timeout}", "a number of seconds", "0 is for no limit")
+    request = Request(target, given["world_size"], machine, options)
+    err = Console(stderr=True)
+    with err.status(Text("starting")) as status:
+        report: Report = limited(
+            partial(make_report, request),
+            timeout,
+            str(target),
+            target.file,
+            tell=lambda doing: status.update(Text(f"{plain(doing)} ...")),
+            show=lambda text: err.print(Text(text), end="", soft_wrap=True),
+        )
+    return report
+
+
+def _is_number(text: str) -> bool:
+    return text.removeprefix("-").isdecimal()
+
+
+def _hardware(preset: str, **numbers: float | None) -> Hardware:
+    """The preset, with the numbers that are given in place of its own."""
+    try:
+        machine = find_hardware(preset)
+    except OptionError as error:
+        fix = f"pass one of them, or one and --{', --'.join(numbers)}"
+        raise Problem(USAGE, error.culprit, error.seen, ", ".join(PRESETS), fix) from error
+    changed = {name: value for name, value in numbers.items() if value is not None}
+    for name, value in changed.items():
+        least = 0.0 if name == "latency" else math.ulp(0.0)
+        if not least <= value < math.inf:
+            wanted = "a number of at least 0" if name == "latency" else "a number above 0"
+            raise Problem(USAGE, f"--{name}", f"{value}", wanted, "pass one, or leave it out")
+    return replace(machine, name=f"{preset}, changed", **changed) if changed else machine
+
+
+def _json(found: dict[str, Any]) -> str:
+    return json.dumps({"version": 1, **found}, indent=1)
+
+
+@contextmanager
+def _told(traceback: bool) -> Iterator[None]:
+    """Problems become text on stderr and an exit code."""
+    try:
+        yield
+    except Problem as problem:
+        text = problem.text(traceback=traceback)
+        Console(stderr=True).print(text, soft_wrap=True, highlight=False)
+        raise typer.Exit(problem.code) from None
+
+
+def main() -> None:
+    """The entry point."""
+    app(prog_name="gradsync-fx")

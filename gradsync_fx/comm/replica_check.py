@@ -1,0 +1,102 @@
+"""What has to be the same on all ranks before they train together: options, the model's form, its values.
+
+Asked once, at the first call. Ranks that differ here would later send each other collectives of different sizes, on
+which gloo ends the process, or train copies that drift apart. Whether they do is asked again after updates (drift.py).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+
+import torch
+
+from gradsync_fx.comm.rendezvous import Line
+from gradsync_fx.errors import RanksDisagreeError, ReplicaMismatchError
+
+
+FIRST = "at its first call"
+
+
+def check_replicas(
+    line: Line,
+    options: Mapping[str, object],
+    parameters: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+) -> None:
+    """Raises, on every rank, what differs first.
+
+    `RanksDisagreeError` for an option, `ReplicaMismatchError` for a parameter or buffer: another number of them,
+    another name, shape or dtype, or (parameters only) other bytes.
+    """
+    held = {"parameters": parameters, "buffers": buffers}
+    forms = {what: [_form(n, t) for n, t in tensors.items()] for what, tensors in held.items()}
+    rows = line.gather(
+        [
+            *(_number(repr(value)) for value in options.values()),
+            *(float(len(tensors)) for tensors in held.values()),
+            *(_number(repr(form)) for form in forms.values()),
+        ],
+        where=FIRST,
+    )
+    columns = iter(zip(*rows, strict=True))
+    for name, value in options.items():
+        if len(set(next(columns))) > 1:
+            raise _other_option(name, line.texts(str(value)))
+    for what, counts in zip(held, columns, strict=False):
+        if len(set(counts)) > 1:
+            raise ReplicaMismatchError(
+                "the model",
+                seen=", ".join(f"rank {r} has {int(n)} {what}" for r, n in enumerate(counts)),
+                wanted="equal copies of the model on all ranks",
+                fix="build the same model on every rank",
+            )
+    for what, sums in zip(forms, columns, strict=True):
+        if len(set(sums)) > 1:
+            raise _other_form(what, [t.split("\n") for t in line.texts("\n".join(forms[what]))])
+    _check_values(line, parameters)
+
+
+def _check_values(line: Line, parameters: Mapping[str, torch.Tensor]) -> None:
+    rows = line.gather([_checksum(t) for t in parameters.values()], where=FIRST)
+    for i, name in enumerate(parameters):
+        for rank, row in enumerate(rows):
+            if row[i] != rows[0][i]:
+                raise ReplicaMismatchError(
+                    f"parameter {name!r}",
+                    seen=f"rank {rank} starts with other values than rank 0",
+                    wanted="equal copies of the model on all ranks",
+                    fix="seed all ranks alike before the model is built, load the same weights, or wrap it in DDP",
+                )
+
+
+def _other_option(name: str, values: list[str]) -> RanksDisagreeError:
+    return RanksDisagreeError(
+        f"option {name!r}",
+        seen=", ".join(f"rank {rank} has {value}" for rank, value in enumerate(values)),
+        wanted="the same options on all ranks: they decide what is sent, and when",
+        fix="pass the same arguments to optimize (and to DistributedDataParallel) on every rank",
+    )
+
+
+def _other_form(what: str, forms: list[list[str]]) -> ReplicaMismatchError:
+    i = next(i for i, same in enumerate(zip(*forms, strict=True)) if len(set(same)) > 1)
+    return ReplicaMismatchError(
+        f"the {what} of the model",
+        seen=", ".join(f"rank {rank} has {mine[i]}" for rank, mine in enumerate(forms)),
+        wanted="the same names, shapes and dtypes on all ranks, in the same order",
+        fix="build the same model on every rank",
+    )
+
+
+def _form(name: str, tensor: torch.Tensor) -> str:
+    return f"{name!r} of shape {tuple(tensor.shape)}, {tensor.dtype}"
+
+
+def _number(text: str) -> float:
+    return float(zlib.crc32(text.encode()))
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu()
+    return zlib.crc32(flat.numpy().tobytes())

@@ -1,1 +1,0 @@
-"""What stands behind the command line: each file one job, none of them reads arguments or exits."""

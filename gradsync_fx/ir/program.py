@@ -1,0 +1,133 @@
+"""The IR: a captured step and the programs sliced from it, with a name for every input and output.
+
+Step      the user's step as one ATen graph; marker ops stand where gradients and updates are
+Program   a graph ready to be lowered; takes the step's inputs that it still reads, then accumulators, optimizer
+          state and host scalars; returns the step's outputs; every lasting effect is a `copy_` into an input
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node, map_arg
+
+from gradsync_fx.ir.ops import UPDATE
+
+
+class Kind(StrEnum):  # hashed as a string, in C: each call looks up each of its inputs
+    """What an input is; decides in which programs a write to it happens."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    DATA = "data"
+    ACCUMULATOR = "accumulator"
+    WEIGHT = "weight"
+    STATE = "state"
+    SCALAR = "scalar"
+    CARRIED = "carried"
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One input: its kind, a name for people, and the key that the runtime binds it by.
+
+    key: position in the step's flat arguments (parameter, buffer, data), parameter name (accumulator), number of a
+    part of the window (weight), position in an update's state or scalars (state, scalar), name of a value that an
+    earlier stage of the program gave (carried).
+    """
+
+    kind: Kind
+    name: str
+    key: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A trainable parameter that receives a gradient: `index` is its number in the marker ops."""
+
+    index: int
+    name: str
+    parameter: torch.Tensor
+
+
+@dataclass(slots=True)
+class Step:
+    """A captured step. `graph` is never edited; passes work on copies."""
+
+    module: GraphModule
+    slots: tuple[Slot, ...]
+    leaves: dict[int, Leaf]
+
+    def __post_init__(self) -> None:
+        found = len(self.module.graph.find_nodes(op="placeholder"))
+        if found != len(self.slots):
+            raise AssertionError(f"{found} placeholders, {len(self.slots)} slots")
+
+    def structure(self) -> str:
+        """Equal for two captures exactly when they compute the same thing from the same slots.
+
+        Names of nodes and metadata other than the values' form do not count.
+        """
+        number = {node: i for i, node in enumerate(self.module.graph.nodes)}
+        lines = [f"{slot.kind.value} {slot.name} {slot.key}" for slot in self.slots]
+        for node in number:
+            args = map_arg((node.args, node.kwargs), lambda n: f"%{number[n]}")
+            form = form_of(node.meta.get("val")) if node.op == "placeholder" else ""
+            target = "" if node.op == "placeholder" else str(node.target)
+            lines.append(f"{node.op} {target} {args} {form}")
+            if node.op == "get_attr":
+                lines.append(str(id(getattr(self.module, str(node.target)))))
+        return "\n".join(lines)
+
+
+def form_of(value: Any) -> str:
+    """Shape, strides, dtype and device of a tensor; a symbol by its name."""
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)} {value.stride()} {value.dtype} {value.device}"
+    return str(value)
+
+
+@dataclass(slots=True)
+class Program:
+    """One of the programs of a step. `slots` are in the order of the placeholders.
+
+    It returns the step's outputs, then `host_values` values that the host's calls want, then new state. first_written:
+    the place of the input that it writes first, run as it is; None where it writes nothing, and where it is cut at an
+    optimizer's own step, which writes what it likes.
+    """
+
+    name: str
+    module: GraphModule
+    slots: tuple[Slot, ...]
+    host_values: int = 0
+    first_written: int | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        holders = self.module.graph.find_nodes(op="placeholder")
+        if len(holders) != len(self.slots):
+            raise AssertionError(f"{self.name}: {len(holders)} inputs, {len(self.slots)} slots")
+        is_cut = self.module.graph.find_nodes(op="call_function", target=UPDATE)
+        first = None if is_cut else next((w.args[0] for w in writes(self.module)), None)
+        self.first_written = None if first is None else list(holders).index(first)
+
+    def inputs(self) -> list[Any]:
+        """The fake values of the inputs, in order."""
+        return [n.meta["val"] for n in self.module.graph.find_nodes(op="placeholder")]
+
+
+def output_values(module: GraphModule) -> list[Any]:
+    """What a graph returns, as a flat list of nodes and constants."""
+    (out,) = module.graph.find_nodes(op="output")
+    return list(out.args[0])
+
+
+def writes(module: GraphModule) -> list[Node]:
+    """The `copy_` nodes into inputs: every lasting effect of a graph."""
+    return [
+        n
+        for n in module.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+        if isinstance(n.args[0], Node) and n.args[0].op == "placeholder"
+    ]

@@ -1,0 +1,129 @@
+"""The proof that lowering changed no number: what a compiler is handed does what the verified program says.
+
+program.module                          the graph that verify.py checked, in torch's functional form
+main program; waits and update kernels  what runs in its place: writes in place, buckets reduced where they lie, updates
+                                        cut out and run by the host behind it
+
+Both are run on terms (symbolic.py). They are the same program if every input ends with the same term, every output is
+the same term when all has run, the same collectives were sent and each of them waited for once, and the same asserts
+stood in it. So each read of a sum, weight, parameter or state sees what the program meant it to see: no read behind
+the write that ends a value, none ahead of the wait that makes it, no write lost, nothing left half done or under way,
+on every path, for a program is one path. Linear in the size of the graph.
+
+What Inductor then does with a graph is torch's to answer for, but it reads aliases off the fake values: no two values
+may share a storage unless one is a view of the other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from gradsync_fx.errors import VerificationError
+from gradsync_fx.ir.program import Program, output_values
+from gradsync_fx.passes.symbolic import (
+    Fault,
+    Machine,
+    Ref,
+    Term,
+    Terms,
+    may_share,
+    where_they_differ,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """What the host runs behind the main program: a graph, or the wait for a bucket of sums (`module` is None).
+
+    inputs: positions among the program's inputs and, behind these, the outputs of the main program.
+    """
+
+    module: GraphModule | None
+    inputs: tuple[int, ...]
+
+
+def check_lowered(program: Program, main: GraphModule, behind: Sequence[Behind]) -> None:
+    """Raises `VerificationError` naming the input or output that ends as another value than the program says."""
+    terms = Terms()
+    meant, done = Machine(terms), Machine(terms)
+    count = len(program.slots)
+    meant_outputs = _run(program, meant, program.module, ())
+    outputs = _run(program, done, main, behind)
+    for slot, root in zip(program.slots, range(count), strict=True):
+        _compare(program, f"{slot.kind} {slot.name!r}", meant.memory[root], done.memory[root])
+    results = output_values(program.module)
+    for i in range(len(results)):
+        _compare(program, f"output {i}", _read(meant, meant_outputs[i]), _read(done, outputs[i]))
+    _compare_counts(program, "collective", meant.sent, done.sent)
+    _compare_counts(program, "wait", meant.waited, done.waited)
+    _compare_counts(program, "effect", meant.effects, done.effects)
+    for module in (main, *(b.module for b in behind if b.module is not None)):
+        _check_storages(program, module)
+
+
+def _run(
+    program: Program, machine: Machine, main: GraphModule, behind: Sequence[Behind]
+) -> list[object]:
+    inputs = [machine.bind(machine.terms.make("input", i)) for i in range(len(program.slots))]
+    try:
+        outputs = machine.run(main, inputs)
+        extras = outputs[len(output_values(program.module)) :]
+        held = [*inputs, *extras]
+        for part in behind:
+            given = [held[i] for i in part.inputs]
+            if part.module is None:
+                machine.wait_sums(given)
+            else:
+                size = machine.bind(machine.terms.make("number of elements"))
+                machine.run(part.module, [size, *given])
+        machine.finish()
+    except Fault as fault:
+        raise _fault(program, str(fault)) from fault
+    return outputs
+
+
+def _read(machine: Machine, value: object) -> object:
+    """An output as the caller sees it: when all has run."""
+    return machine.read(value) if isinstance(value, Ref) else value
+
+
+def _compare(program: Program, what: str, meant: object, done: object) -> None:
+    if meant is not done and (isinstance(meant, Term) or isinstance(done, Term) or meant != done):
+        there, right = where_they_differ(done, meant)
+        raise _fault(program, f"{what} ends as {done}: with {there}", f"{right}")
+
+
+def _compare_counts(program: Program, what: str, meant: Counter[Term], done: Counter[Term]) -> None:
+    for term in meant | done:
+        if meant[term] != done[term]:
+            raise _fault(program, f"{done[term]} times the {what} {term}", f"{meant[term]} times")
+
+
+def _check_storages(program: Program, module: GraphModule) -> None:
+    """Inductor takes two fake values of one storage for views of each other. What was traced is as torch made it."""
+    owner: dict[StorageWeakRef, str] = {}
+    for node in module.graph.nodes:
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or may_share(node.target):
+            continue
+        storage = StorageWeakRef(value.untyped_storage())
+        if storage in owner and node.op != "placeholder" and "origin" not in node.meta:
+            raise _fault(
+                program, f"the fake value of {node.name} shares the storage of {owner[storage]}'s"
+            )
+        owner[storage] = node.name
+
+
+def _fault(program: Program, seen: str, wanted: str = "") -> VerificationError:
+    return VerificationError(
+        f"{program.name} program, after lowering",
+        seen=seen,
+        wanted=wanted or "what the program says before it is lowered",
+        fix="report it with the step: it is a fault of gradsync_fx; without=(...) leaves out the rewrite that it is in",
+    )

@@ -1,0 +1,128 @@
+"""What a compiler needs to see to hide communication: waits behind all that does not need them, sums in place.
+
+acc + g -> cat -> all_reduce -> wait -> slice -> update; acc = 0       becomes
+acc = acc + g; start(accs of the bucket);  ...the rest of the backward...;  wait(accs); acc -> update; acc = 0
+
+The all-reduce stays where it stood, behind the bucket's last add.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule, Node
+
+from gradsync_fx.comm.inplace_all_reduce import START_SUMS, WAIT_SUMS
+from gradsync_fx.ir import ops
+from gradsync_fx.ir.builder import emit
+from gradsync_fx.ir.dataflow import downstream
+from gradsync_fx.ir.ops import argument
+from gradsync_fx.ir.program import writes
+from gradsync_fx.passes.fuse import resets
+
+
+_aten = torch.ops.aten
+_CAST = torch.ops.prims.convert_element_type.default
+
+
+def gradient_reductions(module: GraphModule) -> list[Node]:
+    """The all-reduces of buckets, in their order."""
+    found = module.graph.find_nodes(op="call_function", target=ops.ALL_REDUCE)
+    return [node for node in found if node.meta.get("bucket")]
+
+
+def wait_late(module: GraphModule) -> None:
+    """Moves all that depends on a reduced bucket behind what does not, and before the writes that end the program."""
+    reductions = [r for r in gradient_reductions(module) if not r.meta["early"]]
+    late = downstream(u for r in reductions for u in r.users)
+    end = writes(module)[0]
+    for node in list(module.graph.nodes):
+        if node is end:
+            break
+        if node in late:
+            end.prepend(node)
+
+
+def reduce_in_place(module: GraphModule, fake_mode: object) -> None:
+    """Buckets of running sums that the program resets travel as they lie; others stay as they are."""
+    zeroed = resets(module)
+    for started in gradient_reductions(module):
+        bucket = _bucket(started, zeroed)
+        if bucket is None:
+            continue
+        holders, totals, reduced = bucket
+        for holder, total in zip(holders, totals, strict=True):
+            if total is not holder:
+                with module.graph.inserting_after(total):
+                    copy = module.graph.call_function(_aten.copy_.default, (holder, total))
+                copy.meta["val"] = holder.meta["val"]
+        (waited,) = started.users
+        wire = started.meta["val"].dtype
+        with module.graph.inserting_before(started):
+            emit(module.graph, fake_mode, START_SUMS, (holders, *started.args[1:], wire), {})
+        with module.graph.inserting_before(waited):
+            emit(module.graph, fake_mode, WAIT_SUMS, (holders,), {})
+        for holder, value in zip(holders, reduced, strict=True):
+            if value is not None:
+                value.replace_all_uses_with(holder)
+        _erase_behind(waited)
+        _erase_ahead(started)
+    module.recompile()
+
+
+def _bucket(
+    started: Node, zeroed: dict[Node, Node]
+) -> tuple[list[Node], list[Node], list[Node | None]] | None:
+    """Accumulators, what is reduced of each, and where the result of that is read; None for any other bucket."""
+    flat = argument(started, 0)
+    pieces = argument(flat, 0) if flat.target is _aten.cat.default else [flat]
+    totals = [_total(piece) for piece in pieces]
+    holders = [t if t in zeroed else argument(t, 0) if t.args else t for t in totals]
+    for holder, total in zip(holders, totals, strict=True):
+        if holder not in zeroed or (total is not holder and total.target is not _aten.add.Tensor):
+            return None
+        form, value = holder.meta["val"], total.meta["val"]
+        readers = [u for u in holder.users if u is not zeroed[holder]]
+        lies_alike = form.dtype is value.dtype and form.shape == value.shape
+        if not lies_alike or form.device.type != "cpu" or not form.numel() or len(readers) != 1:
+            return None
+    (waited,) = started.users
+    reduced = _read(waited, [t.meta["val"] for t in totals])
+    return None if reduced is None else (holders, totals, reduced)
+
+
+def _total(piece: Node) -> Node:
+    """What was flattened, and perhaps cast, for the wire."""
+    source: Node = argument(piece, 0)
+    return argument(source, 0) if source.target is _CAST else source
+
+
+def _read(waited: Node, forms: list[torch.Tensor]) -> list[Node | None] | None:
+    """The ends of wait -> slice -> reshape (-> cast), by the place of the slice; None where it reads otherwise."""
+    starts = [0]
+    for form in forms:
+        starts.append(starts[-1] + form.numel())
+    found: list[Node | None] = [None] * len(forms)
+    for piece in waited.users:
+        if piece.target is not _aten.slice.Tensor or argument(piece, 2) not in starts:
+            return None
+        place = starts.index(argument(piece, 2))
+        (end,) = piece.users
+        if end.meta["val"].dtype is not forms[place].dtype:
+            (end,) = end.users
+        found[place] = end
+    return found
+
+
+def _erase_behind(node: Node) -> None:
+    for user in list(node.users):
+        _erase_behind(user)
+    node.graph.erase_node(node)
+
+
+def _erase_ahead(node: Node) -> None:
+    """A node without readers, and what only it read, up to inputs and written sums."""
+    sources = node.all_input_nodes
+    node.graph.erase_node(node)
+    for source in sources:
+        if not source.users and source.op != "placeholder":
+            _erase_ahead(source)

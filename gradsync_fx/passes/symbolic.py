@@ -1,0 +1,367 @@
+"""Runs graphs on terms in place of tensors: what every input holds in the end, what is returned, what was sent.
+
+add(acc, mm(a, b)), copy_(acc, .)     memory of acc: add(input 3, mm(input 0, input 1))
+add_product(acc, a, b)                the same term, though acc is written in place
+
+A graph is run as eager would run it: values have memory, views read the memory below them as it is at that moment, and
+a write changes what every later read sees. Equal terms are one object. Two programs that leave the same terms in the
+same inputs compute the same from them, in whatever order, and with whatever writes in place. The rewrites of
+fuse.py and overlap.py are the only equations that it knows; what it does not know is different.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from gradsync_fx._torch import OpOverload
+from gradsync_fx.comm.inplace_all_reduce import START_SUMS, WAIT_SUMS
+from gradsync_fx.ir import ops
+from gradsync_fx.ir.ops import argument
+from gradsync_fx.passes.fuse import ADD_PRODUCT, SCALED
+
+
+_aten = torch.ops.aten
+
+
+class Fault(Exception):
+    """A read or write that no order of the program allows."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Term:
+    """An op of terms and constants; equal ones are one object (`Terms`)."""
+
+    op: Any
+    args: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        return self.text(3)
+
+    def text(self, depth: int) -> str:
+        """With what stands that deep, and no deeper."""
+        name = getattr(self.op, "__name__", str(self.op)).removesuffix(".default")
+        if not depth:
+            return f"{name}(...)"
+        return f"{name}({', '.join(_text(a, depth - 1) for a in self.args)})"
+
+
+def where_they_differ(one: Any, other: Any) -> tuple[Any, Any]:
+    """The innermost parts of two terms that are the first to differ."""
+    while True:
+        args = [x.args if isinstance(x, Term) else x for x in (one, other)]
+        if isinstance(one, Term) != isinstance(other, Term) or not all(
+            isinstance(a, tuple) for a in args
+        ):
+            return one, other
+        if isinstance(one, Term) and one.op is not other.op or len(args[0]) != len(args[1]):
+            return one, other
+        pair = next((p for p in zip(*args, strict=True) if p[0] != p[1]), None)
+        if pair is None:
+            return one, other
+        one, other = pair
+
+
+def _text(value: Any, depth: int) -> str:
+    if isinstance(value, Term):
+        return value.text(depth)
+    if isinstance(value, tuple) and any(isinstance(v, Term) for v in value):
+        return f"[{', '.join(_text(v, depth) for v in value)}]"
+    return str(value[1]) if isinstance(value, tuple) and len(value) == 2 else str(value)
+
+
+class Terms:
+    """All terms of a comparison."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], Term] = {}
+
+    def make(self, op: Any, *args: Any) -> Term:
+        """The term itself, without equations."""
+        key = (op, args)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = Term(op, args)
+        return found
+
+    def of(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Term:
+        """The term of a call, by the equations that the rewrites of the lowering rest on."""
+        if op in (
+            ops.ITEM,
+            _aten.clone.default,
+        ):  # a number read of a tensor, or the tensor; a copy
+            return args[0]
+        if op is operator.getitem and args[0].op is _aten._foreach_norm.Scalar:
+            many, order = args[0].args[0], args[0].args[1:]
+            if all(_value(o) in (2, 2.0) for o in order):
+                one = many[_value(args[1])]
+                square = self.make(_aten.mul.Tensor, one, one)
+                return self.make(_aten.sqrt.default, self.make(_aten.sum.default, square))
+        if op is _aten.permute.default and _value(args[1]) == (1, 0):
+            if args[0].op is op and args[0].args[1] == args[1]:
+                return args[0].args[0]
+            if args[0].op is _aten.mm.default:
+                a, b = args[0].args
+                turned = [self.of(op, (factor, args[1]), {}) for factor in (b, a)]
+                return self.make(_aten.mm.default, *turned)
+        if op in SCALED and len(kwargs) == 1 and isinstance(next(iter(kwargs.values())), Term):
+            total, product = SCALED[op]
+            first, *factors = args
+            term = self.make(product, *factors) if product else factors[0]
+            scaled = self.make(_aten.mul.Tensor, term, next(iter(kwargs.values())))
+            return self.make(total, first, scaled)
+        return self.make(op, *args, *sorted(kwargs.items()))
+
+
+def _value(constant: Any) -> Any:
+    """What `_constant` was made of."""
+    if isinstance(constant, tuple) and len(constant) == 2 and isinstance(constant[0], type):
+        return constant[1]
+    return tuple(map(_value, constant)) if isinstance(constant, tuple) else constant
+
+
+def _constant(value: Any) -> Any:
+    """Hashable, and equal only to its like: 1, 1.0 and True are not the same argument."""
+    if isinstance(value, float):
+        return (float, value if value == value else "nan")
+    if isinstance(value, slice | torch.SymInt | torch.SymFloat | torch.SymBool):
+        return (type(value), str(value))
+    try:
+        hash(value)
+    except TypeError:
+        return (type(value), id(value))
+    return (type(value), value)
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A value: a piece of memory, and the views through which it is seen."""
+
+    root: int
+    path: tuple[tuple[Any, tuple[Any, ...]], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """A reduction in place that is under way, and what its sums hold once it has been waited for."""
+
+    reduced: dict[int, Term]
+
+
+class Machine:
+    """Memory, and what has been done to the world outside of it: `sent` collectives, `waited` ones, other `effects`."""
+
+    def __init__(self, terms: Terms) -> None:
+        self.terms = terms
+        self.memory: dict[int, Term] = {}
+        self.sent: Counter[Term] = Counter()
+        self.waited: Counter[Term] = Counter()
+        self.effects: Counter[Term] = Counter()
+        self.under_way: dict[int, Bucket] = {}
+        self._pending: set[int] = set()  # results of functional collectives
+        self._arrived: set[Ref] = set()
+        self._random = 0
+
+    def bind(self, term: Term) -> Ref:
+        """New memory that holds a term."""
+        root = len(self.memory)
+        self.memory[root] = term
+        return Ref(root)
+
+    def read(self, ref: Ref) -> Term:
+        """What a value is now."""
+        if ref.root in self.under_way:
+            raise Fault("it is read while its reduction is under way")
+        if ref.root in self._pending and not self._has_arrived(ref):
+            raise Fault("the result of a collective is read ahead of its wait")
+        term = self.memory[ref.root]
+        for op, args in ref.path:
+            term = self.terms.of(op, (term, *args), {})
+        return term
+
+    def _has_arrived(self, ref: Ref) -> bool:
+        cuts = range(len(ref.path) + 1)
+        return any(Ref(ref.root, ref.path[:n]) in self._arrived for n in cuts)
+
+    def write(self, ref: Ref, term: Term) -> None:
+        """A write in place. Zeros are zeros, of whatever shape they are spread from."""
+        if ref.root in self.under_way:
+            raise Fault("it is written while its reduction is under way")
+        if term.op is _aten.full.default:
+            term = self.terms.make("filled", term.args[1])
+        if ref.path:
+            term = self.terms.make("write", self.memory[ref.root], ref.path, term)
+        self.memory[ref.root] = term
+
+    def run(self, module: GraphModule, inputs: Sequence[Any]) -> list[Any]:
+        """Runs a graph; returns its outputs, as values (or constants)."""
+        given = iter(inputs)
+        env: dict[Node, Any] = {}
+        for node in module.graph.nodes:
+            try:
+                if node.op == "placeholder":
+                    env[node] = next(given)
+                elif node.op == "get_attr":
+                    env[node] = self.bind(self.terms.make("constant", id(_attribute(module, node))))
+                elif node.op == "call_module":
+                    body: Any = module.get_submodule(str(node.target))
+                    env[node] = self.run(body, [env[n] for n in node.args])
+                elif node.op == "call_function":
+                    env[node] = self._call(node, env)
+            except Fault as fault:
+                raise Fault(f"{node.name}: {fault}") from None
+        (out,) = module.graph.find_nodes(op="output")
+        return [env[v] if isinstance(v, Node) else v for v in out.args[0]]
+
+    def _call(self, node: Node, env: dict[Node, Any]) -> Any:
+        target = node.target
+        if target is operator.getitem and not isinstance(env[argument(node, 0)], Ref):
+            return env[argument(node, 0)][argument(node, 1)]  # a body's results
+        if target is START_SUMS:
+            return self._start(node, [env[n] for n in argument(node, 0)])
+        if target is WAIT_SUMS:
+            return self.wait_sums([env[n] for n in argument(node, 0)])
+        if target is ops.WAIT:
+            return self._wait(env[argument(node, 0)])
+        if target is _aten.copy_.default:
+            self.write(env[argument(node, 0)], self.read(env[argument(node, 1)]))
+            return env[argument(node, 0)]
+        if target is ADD_PRODUCT:
+            total, a, b = (self.read(env[n]) for n in node.args)  # type: ignore[index]
+            product = self.terms.make(_aten.mm.default, a, b)
+            self.write(env[argument(node, 0)], self.terms.make(_aten.add.Tensor, total, product))
+            return None
+        if target is _aten.clone.default and not any(u.op == "output" for u in node.users):
+            return env[
+                argument(node, 0)
+            ]  # Inductor takes it out, and reads what was copied in its place
+        base = _viewed(target)
+        if base is not None and not node.kwargs and base == 0:
+            whole = env[argument(node, 0)]
+            step = (target, tuple(self._frozen(a, env) for a in node.args[1:]))
+            return Ref(whole.root, (*whole.path, step))
+        return self._plain(node, env)
+
+    def _plain(self, node: Node, env: dict[Node, Any]) -> Any:
+        args = tuple(self._frozen(a, env) for a in node.args)
+        kwargs = {k: self._frozen(v, env) for k, v in node.kwargs.items()}
+        target: Any = node.target
+        tags = getattr(target, "tags", ())
+        if torch.Tag.nondeterministic_seeded in tags:
+            kwargs["drawn as"] = (int, self._random)
+            self._random += 1
+        term = self.terms.of(target, args, kwargs)
+        for index in _mutated(target):
+            if index < len(node.args) and isinstance(node.args[index], Node):
+                self.write(env[node.args[index]], self.terms.make("written by", term, index))  # type: ignore[index]
+        result = self.bind(term)
+        if ops.is_collective(node):
+            self.sent[term] += 1
+            self._pending.add(result.root)
+        elif not node.users and node.is_impure(impure_random=False):
+            self.effects[term] += 1
+        return result
+
+    def _frozen(self, value: Any, env: dict[Node, Any]) -> Any:
+        if isinstance(value, Node):
+            held = env[value]
+            return self.read(held) if isinstance(held, Ref) else _constant(held)
+        if isinstance(value, list | tuple):
+            return tuple(self._frozen(v, env) for v in value)
+        if isinstance(value, dict):
+            return tuple((k, self._frozen(v, env)) for k, v in sorted(value.items()))
+        return _constant(value)
+
+    def _wait(self, ref: Ref) -> Ref:
+        if ref in self._arrived:
+            raise Fault("a collective is waited for twice")
+        self._arrived.add(ref)
+        term = self.read(ref)
+        self.waited[term] += 1
+        return self.bind(self.terms.make(ops.WAIT, term))
+
+    def _start(self, node: Node, sums: list[Ref]) -> None:
+        """As passes/bucket.py spells it out: cat -> all_reduce -> wait -> slices."""
+        _, op, group, wire = node.args
+        values = [n.meta["val"] for n in argument(node, 0)]
+        pieces = [
+            self.terms.of(_aten.reshape.default, (self._cast(self.read(s), v.dtype, wire), ((int, -1),)), {})
+            for s, v in zip(sums, values, strict=True)
+        ]  # fmt: skip
+        flat = pieces[0] if len(pieces) == 1 else self.terms.make(_aten.cat.default, tuple(pieces))
+        sent = self.terms.make(ops.ALL_REDUCE, flat, _constant(op), _constant(group))
+        self.sent[sent] += 1
+        self.waited[sent] += 1  # or `finish` finds it under way
+        arrived, start = self.terms.make(ops.WAIT, sent), 0
+        bucket = Bucket({})
+        for ref, value in zip(sums, values, strict=True):
+            end = start + value.numel()
+            ends = tuple(map(_constant, (0, start, end)))
+            piece = self.terms.make(_aten.slice.Tensor, arrived, *ends)
+            shape = tuple(map(_constant, value.shape))
+            whole = self.terms.make(_aten.reshape.default, piece, shape)
+            bucket.reduced[ref.root] = self._cast(whole, wire, value.dtype)
+            start = end
+        if len(bucket.reduced) < len(sums):
+            raise Fault("a sum stands twice in one bucket")
+        self.under_way.update(dict.fromkeys(bucket.reduced, bucket))
+
+    def _cast(self, term: Term, held: Any, wanted: Any) -> Term:
+        if held is wanted:
+            return term
+        cast = torch.ops.prims.convert_element_type.default
+        return self.terms.make(cast, term, _constant(wanted))
+
+    def wait_sums(self, sums: list[Ref]) -> None:
+        """The sums of a bucket that was started hold what all ranks' do together."""
+        found = [self.under_way.pop(ref.root, None) for ref in sums]
+        bucket = found[0]
+        if bucket is None:
+            raise Fault("a bucket is waited for that is not under way")
+        if any(f is not bucket for f in found) or len(sums) != len(bucket.reduced):
+            raise Fault("a wait that is not for the sums of one bucket")
+        self.memory.update(bucket.reduced)
+
+    def finish(self) -> None:
+        """Raises `Fault` where something is still under way."""
+        if self.under_way:
+            raise Fault("a reduction is started and never waited for")
+
+
+def _attribute(module: GraphModule, node: Node) -> Any:
+    return operator.attrgetter(str(node.target))(module)
+
+
+@cache
+def _viewed(target: Any) -> int | None:
+    """Which argument a result shares memory with; None for a result of its own."""
+    if target is operator.getitem:
+        return 0
+    if not isinstance(target, OpOverload) or not target._schema.returns:
+        return None
+    alias = target._schema.returns[0].alias_info
+    if alias is None or alias.is_write:
+        return None
+    arguments = target._schema.arguments
+    return next((i for i, a in enumerate(arguments) if a.alias_info is not None), None)
+
+
+@cache
+def _mutated(target: Any) -> tuple[int, ...]:
+    """The arguments that an op writes."""
+    if not isinstance(target, OpOverload):
+        return ()
+    arguments = enumerate(target._schema.arguments)
+    return tuple(i for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+def may_share(target: Any) -> bool:
+    """Whether a result of this op may lie in the memory of an argument."""
+    return _viewed(target) is not None or bool(_mutated(target)) or target is ops.WAIT

@@ -1,0 +1,111 @@
+"""What every pass is given: the arithmetic of one captured step's window, and the tensors that it binds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from gradsync_fx.ir.ops import LEAF_GRAD, argument
+from gradsync_fx.ir.program import Step
+from gradsync_fx.ir.regions import Regions
+from gradsync_fx.optim.opaque import Opaque
+from gradsync_fx.optim.trace import Update
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """How one leaf's accumulated gradient becomes the window's.
+
+    op, group: of the all-reduce; group None: no all-reduce. divisor: what it is divided by afterwards ("ranks": the
+    terms, or the weight, of all ranks; "local": the same over the number of ranks, for gradients that the user's own
+    code averages).
+    """
+
+    op: str
+    group: str | None
+    divisor: str
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Leaves of one part that share one all-reduce, by leaf number."""
+
+    leaves: tuple[int, ...]
+    reduction: Reduction
+    part: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Weighing:
+    """What a micro-step's term counts, where that is known only when it runs.
+
+    weighted: by the step's own weight. finite: nothing where the loss or a gradient is not finite. divides: the sum is
+    divided by the weight (not so for reduction="sum"). dtype: of the running weight.
+    """
+
+    weighted: bool
+    finite: bool
+    divides: bool
+    dtype: torch.dtype = torch.float64
+
+
+@dataclass(slots=True)
+class Plan:
+    """All that passes need to know about one program of a captured step.
+
+    A window has one part for each optimizer with a k of its own, else one part. `closing`: the parts that are reduced
+    and updated in this program; the others accumulate. `weights`: running weight by part, empty without `weighing`.
+    `updates`: what is traced; `opaque`: what is not, and runs as it is. `names`: of parameters, by id.
+    """
+
+    step: Step
+    regions: Regions
+    buckets: tuple[Bucket, ...]
+    part_of_leaf: dict[int, int]
+    part_of_update: dict[Node, int]
+    closing: frozenset[int]
+    accumulators: dict[str, torch.Tensor]
+    weights: dict[int, torch.Tensor]
+    weighing: Weighing | None
+    group: str | None
+    world: int
+    updates: dict[str, Update]
+    opaque: dict[str, Opaque]
+    names: dict[int, str]
+    state_tensors: dict[str, list[torch.Tensor]]
+    wire_dtype: torch.dtype | None
+    sync_each_batch: bool
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Parts in which this step has a gradient, in ascending order."""
+        return tuple(sorted({self.part_of_leaf[leaf] for leaf in self.regions.leaves}))
+
+    def closing_buckets(self) -> Iterator[Bucket]:
+        return (b for b in self.buckets if b.part in self.closing)
+
+    def open_buckets(self) -> Iterator[Bucket]:
+        return (b for b in self.buckets if b.part not in self.closing)
+
+    def is_open(self, sources: Iterable[Node]) -> bool:
+        """Whether something that depends on these gradients and updates has to wait for a later program."""
+        return not self.closing or any(self._part(n) not in self.closing for n in sources)
+
+    def _part(self, source: Node) -> int:
+        if source.target is LEAF_GRAD:
+            return self.part_of_leaf[int(argument(source, 1))]
+        return self.part_of_update[source]
+
+
+def carrier(plan: Plan, part: int) -> Bucket | None:
+    """The bucket that a part's weight travels with; None where it goes alone (or nowhere, without a group)."""
+    for bucket in plan.buckets:
+        if bucket.part == part and bucket.reduction == Reduction("sum", plan.group, "ranks"):
+            name = plan.step.leaves[bucket.leaves[0]].name
+            wire = plan.wire_dtype or plan.accumulators[name].dtype
+            if plan.group is not None and wire.itemsize >= 4:
+                return bucket
+    return None

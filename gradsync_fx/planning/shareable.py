@@ -1,0 +1,55 @@
+"""Which buckets the ranks of one machine could add up in place, as far as one rank can say (shm_all_reduce.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch.distributed as dist
+
+from gradsync_fx.capture.tracer import Capture
+from gradsync_fx.comm.rendezvous import is_gloo
+from gradsync_fx.ir.program import Leaf
+from gradsync_fx.options import Options
+from gradsync_fx.planning.plan import Bucket
+from gradsync_fx.planning.setting import MIB, Setting, accumulator_dtype
+
+
+# For all buckets together: with less, two meetings of the ranks take longer than to send it.
+LEAST_BYTES = MIB
+
+
+def find_shareable(
+    capture: Capture, setting: Setting, options: Options, buckets: Sequence[Bucket]
+) -> tuple[Bucket, ...]:
+    """Buckets of sums on the CPU that gloo would reduce in place, over the group in which the ranks meet."""
+    group = setting.group
+    if not isinstance(group, dist.ProcessGroup) or not is_gloo(group):
+        return ()
+    if options.backend != "inductor" or options.sync_each_batch:
+        return ()  # nothing is reduced in place
+    if {"in_place", "shared_memory"} & set(options.without):
+        return ()
+    leaves = capture.step.leaves
+
+    def fits(bucket: Bucket) -> bool:
+        reduction, parameters = bucket.reduction, [leaves[i].parameter for i in bucket.leaves]
+        dtype = accumulator_dtype(parameters[0], options)
+        return (
+            (reduction.op, reduction.group) == ("sum", group.group_name)
+            and all(p.device.type == "cpu" for p in parameters)
+            and (setting.wire_dtype or dtype) is dtype
+            and not dtype.is_complex  # travels as pairs of real numbers
+        )
+
+    found = tuple(bucket for bucket in buckets if fits(bucket))
+    return found if sum(bytes_of(found, leaves, options)) >= LEAST_BYTES else ()
+
+
+def bytes_of(buckets: Sequence[Bucket], leaves: Mapping[int, Leaf], options: Options) -> list[int]:
+    """Of each bucket's sums."""
+    found = []
+    for bucket in buckets:
+        parameters = [leaves[i].parameter for i in bucket.leaves]
+        dtype = accumulator_dtype(parameters[0], options)
+        found.append(sum(p.numel() for p in parameters) * dtype.itemsize)
+    return found

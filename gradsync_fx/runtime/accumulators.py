@@ -1,0 +1,200 @@
+"""The running sums of a window: who has one, what was added since the window opened, zeroing."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+
+from gradsync_fx._torch import has_hooks
+from gradsync_fx.capture.tracer import hook_error
+from gradsync_fx.comm.flat_buffers import allocate
+from gradsync_fx.comm.shared_memory import Room, open_room
+from gradsync_fx.errors import GradSyncWarning, WindowError
+from gradsync_fx.options import Options
+from gradsync_fx.planning.setting import accumulator_dtype, part_of
+from gradsync_fx.planning.shareable import bytes_of
+from gradsync_fx.runtime.captured_step import CapturedStep
+from gradsync_fx.runtime.eager_step import EagerStep
+from gradsync_fx.runtime.state_format import check_fits, foreign_state
+
+
+class Accumulators:
+    """One tensor for each parameter that ever received a gradient, in float32 or wider unless asked otherwise.
+
+    weights: running weight of each part, used where weights are known only when a micro-step has run. A micro-step
+    of weight 0 (not finite, or without a token) gave no term: it is as if it had not been.
+    """
+
+    def __init__(self, parts: int) -> None:
+        self.sums: dict[str, torch.Tensor] = {}
+        self.weights: dict[int, torch.Tensor] = dict.fromkeys(range(parts), torch.zeros(()))
+        self.parameters: dict[str, torch.Tensor] = {}
+        self._in_window: dict[str, None] = {}
+        self._unread: list[tuple[Collection[str], dict[int, torch.Tensor]]] = []
+        self._read = dict.fromkeys(self.weights, 0.0)
+        self.restored: dict[str, torch.Tensor] = {}
+        self._part_of: dict[str, int] = {}
+        self._trainable: dict[str, bool] = {}
+
+    def make_room(self, captured: CapturedStep, options: Options) -> None:
+        """An accumulator for every leaf of a new capture; saved sums that waited for it come in."""
+        leaves = captured.capture.step.leaves
+        room = open_room(bytes_of(captured.shareable, leaves, options))
+        for bucket in captured.plan.buckets:
+            self._make_bucket(
+                {leaves[i].name: leaves[i].parameter for i in bucket.leaves},
+                options,
+                room if bucket in captured.shareable else None,
+            )
+        self.make({}, captured.capture.parameters, options)
+
+    def _make_bucket(
+        self, wanted: Mapping[str, torch.Tensor], options: Options, room: Room | None
+    ) -> None:
+        """New sums of one bucket, of one dtype, as views of one flat tensor; those of other layouts by themselves."""
+        fresh = {n: p for n, p in wanted.items() if n not in self.sums and p.is_contiguous()}
+        if fresh:
+            dtype = accumulator_dtype(next(iter(fresh.values())), options)
+            views = allocate(list(fresh.values()), dtype, room)
+            for (name, parameter), view in zip(fresh.items(), views, strict=True):
+                self._keep(name, parameter, view, options)
+        for name, parameter in wanted.items():
+            self._make(name, parameter, options)
+
+    def make(
+        self,
+        wanted: Mapping[str, torch.Tensor],
+        known: Mapping[str, torch.Tensor],
+        options: Options,
+    ) -> None:
+        """An accumulator for each of `wanted`, and for each of `known` that a saved sum waits for."""
+        for name, parameter in wanted.items():
+            self._make(name, parameter, options)
+        for name in list(self.restored):
+            if name not in known:
+                raise foreign_state(name, list(known))
+            self._make(name, known[name], options)
+
+    def _make(self, name: str, parameter: torch.Tensor, options: Options) -> None:
+        if name not in self.sums:
+            dtype = accumulator_dtype(parameter, options)
+            total = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+            self._keep(name, parameter, total, options)
+        if name in self.restored:
+            check_fits(name, self.sums[name], self.restored[name])
+            self.sums[name].copy_(self.restored[name])
+            del self.restored[name]  # only now: a call that was refused is made again
+
+    def _keep(
+        self, name: str, parameter: torch.Tensor, total: torch.Tensor, options: Options
+    ) -> None:
+        self.sums[name] = total
+        self.parameters[name], self._part_of[name] = parameter, part_of(parameter, options)
+
+    def replace(
+        self, saved: dict[str, torch.Tensor], captures: Sequence[CapturedStep | EagerStep]
+    ) -> None:
+        """Saved sums, which were checked, in place of those here; a parameter that they do not have had no term."""
+        for total in self.sums.values():
+            total.zero_()
+        self.restored = dict(saved)
+        self._trainable.clear()
+        for captured in captures:
+            for name, parameter in captured.capture.parameters.items():
+                if name in self.restored:
+                    self._make(name, parameter, captured.options)
+
+    def drop_gradients(self, parameters: Mapping[str, torch.Tensor] | None = None) -> None:
+        """`.grad` is None between calls; what stands there is dropped with a warning.
+
+        parameters: by default those that ever had a running sum.
+        """
+        held = self.parameters if parameters is None else parameters
+        dropped = [name for name, p in held.items() if p.grad is not None]
+        for name in dropped:
+            held[name].grad = None
+        if dropped:
+            warnings.warn(
+                f"{dropped[0]!r} had a .grad ({len(dropped)} parameters in all): dropped. The window's gradients are "
+                "kept in accumulators; see step.gradients().",
+                GradSyncWarning,
+                stacklevel=3,
+            )
+
+    def place_weights(self, device: torch.device) -> None:
+        """Running weights beside the parameters; before the first capture their place is not known."""
+        for part, weight in self.weights.items():
+            if weight.dtype is not torch.float64 or weight.device != device:
+                self.weights[part] = weight.to(device=device, dtype=torch.float64, copy=True)
+
+    @property
+    def in_window(self) -> dict[str, None]:
+        """The parameters with a term in the open window. Reads weights that nobody looked at yet from their device."""
+        for names, weights in self._unread:
+            for part, weight in weights.items():
+                before, self._read[part] = self._read[part], float(weight)
+                if self._read[part] != before:
+                    mine = (name for name in names if self._part_of[name] == part)
+                    self._in_window.update(dict.fromkeys(mine))
+        self._unread.clear()
+        return self._in_window
+
+    @in_window.setter
+    def in_window(self, names: Collection[str]) -> None:
+        """As saved, beside the weights that were saved with it."""
+        self._unread.clear()
+        self._in_window = dict.fromkeys(names)
+        self._read = {part: float(weight) for part, weight in self.weights.items()}
+
+    def names(self, parts: Collection[int]) -> list[str]:
+        """Parameters of these parts with a term in the open window."""
+        return [name for name in self.in_window if self._part_of[name] in parts]
+
+    def added(self, names: Collection[str], *, weighed: bool) -> None:
+        """A micro-step put its terms for these parameters in. weighed: unless its weight, added already, is 0."""
+        if weighed:
+            # Read when somebody asks: a call that closes nothing doesn't wait for its device.
+            now = {part: weight.clone() for part, weight in self.weights.items()}
+            self._unread.append((names, now))
+        else:
+            self._in_window.update(dict.fromkeys(names))
+
+    def closed(self, parts: Collection[int]) -> None:
+        """These parts start anew; their sums were reset by the program that closed them."""
+        for name in self.names(parts):
+            del self._in_window[name]
+        self._read.update(dict.fromkeys(parts, 0.0))
+        if not self.in_window:
+            self._trainable.clear()
+
+    def clear(self, parts: Collection[int]) -> None:
+        """These parts start anew without an update."""
+        for name, part in self._part_of.items():
+            if part in parts:
+                self.sums[name].zero_()
+        for part in parts:
+            self.weights[part].zero_()
+        self.closed(parts)
+
+    def toggled(self, eager: EagerStep) -> None:
+        """An eager call may leave `requires_grad` changed: its next one sets it again, and torch goes by it."""
+        self._trainable |= {n: p.requires_grad for n, p in eager.capture.parameters.items()}
+
+    def check_trainable(self, captured: CapturedStep | EagerStep, where: str) -> None:
+        """Raises `WindowError` when `requires_grad` of a parameter changed since the window opened.
+
+        And `CaptureError` for a gradient hook that came after the capture: it would never run.
+        """
+        for name, parameter in captured.capture.parameters.items():
+            if has_hooks(parameter):
+                raise hook_error(name)
+            before = self._trainable.setdefault(name, parameter.requires_grad)
+            if before != parameter.requires_grad:
+                raise WindowError(
+                    f"requires_grad of {name!r}",
+                    seen=f"it changed from {before} to {not before} inside a window ({where})",
+                    wanted="a change between two windows",
+                    fix="change it at a boundary, or call step.flush() or step.discard() first",
+                )

@@ -1,0 +1,89 @@
+"""Between the runtime and a state dict: what is gathered from whom, and where it goes back to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gradsync_fx.comm.liveness import in_job
+from gradsync_fx.errors import StateError
+from gradsync_fx.runtime.atomic_files import Place, read_data, write_data
+from gradsync_fx.runtime.consistency import MEETING, SUMS, UPDATE
+from gradsync_fx.runtime.executor import Executor
+from gradsync_fx.runtime.state_format import Saved, check_fits, foreign_state, pack, unpack
+
+
+def save(executor: Executor) -> dict[str, Any]:
+    """The open window of this rank; see `state.pack`. Raises `WindowError` where it is void."""
+    executor.integrity.check("state_dict", allowed=MEETING)
+    held = executor.accumulators
+    executor.saved = executor.window
+    saved = Saved(
+        executor.window,
+        {**held.sums, **held.restored},  # loaded ones wait for the first call
+        list(held.weights.values()),
+        list(held.in_window),
+        executor.buffers.own(),
+        executor.buffers.fetched,
+        executor.buffers.waiting,
+    )
+    return pack(saved, list(executor.options.steps), *_place(executor))
+
+
+def load(executor: Executor, given: Any) -> None:
+    """Takes what `save` gave. Raises `StateError` where it does not fit; nothing is changed then."""
+    executor.integrity.check("load_state_dict", allowed=SUMS | UPDATE)
+    saved = unpack(given, list(executor.options.steps), *_place(executor))
+    held = executor.accumulators
+    steps = executor.catalogue.steps
+    known = {name for step in steps for name in step.capture.parameters}
+    for name, value in saved.sums.items():
+        if name in held.sums:
+            check_fits(name, held.sums[name], value)
+        elif steps and name not in known:
+            raise foreign_state(name, sorted(known))
+    for name in saved.in_window:
+        if name not in saved.sums:
+            raise foreign_state(name, sorted(saved.sums))
+    executor.integrity.writes(updates=True)
+    held.replace(saved.sums, steps)
+    for part, weight in enumerate(saved.weights):
+        if part in held.weights:
+            held.weights[part] = weight.clone().to(held.weights[part].device)
+    held.in_window = saved.in_window
+    executor.buffers.restore(saved.buffers, saved.buffers_wait, saved.own_buffers)
+    executor.window, executor.sync_gradients = saved.window, False
+    executor.saved = saved.window
+    executor.integrity.over()
+
+
+def save_file(executor: Executor, path: Place, states: dict[str, Any]) -> None:
+    """The window and further states in one file; see `files.write_data`."""
+    before = executor.saved
+    try:
+        write_data(path, {"window": save(executor), "states": states})
+    except BaseException:
+        executor.saved = before
+        raise
+
+
+def load_file(executor: Executor, path: Place) -> dict[str, Any]:
+    """Takes the window from a file of `save_file`, and gives back the further states."""
+    found = read_data(path)
+    if not isinstance(found, dict) or set(found) != {"window", "states"}:
+        keys = sorted(map(str, found)) if isinstance(found, dict) else type(found).__name__
+        raise StateError(
+            f"file {str(path)!r}",
+            seen=f"it holds {keys}",
+            wanted="a file of step.save(path, ...)",
+            fix="load it with torch.load, and the window in it with step.load_state_dict",
+        )
+    load(executor, found["window"])
+    states: dict[str, Any] = found["states"]
+    return states
+
+
+def _place(executor: Executor) -> tuple[int, int]:
+    setting = executor.setting
+    if setting is not None:
+        return setting.rank, setting.world
+    return in_job(executor.options.process_group) or (0, 1)
