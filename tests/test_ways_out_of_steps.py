@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -28,6 +30,15 @@ pytestmark = [
 ]
 Step = Callable[..., Any]
 X, Y = torch.ones(4, 8), torch.ones(4, 1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ended() -> Iterator[None]:
+    """Windows that are left open here are not told in another file's tests."""
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gc.collect()
 
 
 def sgd(model: nn.Module) -> torch.optim.SGD:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,15 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::gradsync_fx.GradSyncWarning"),
 ]
 X, Y = torch.ones(4, 8), torch.ones(4, 1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ended() -> Iterator[None]:
+    """Windows that are left open here are not told in another file's tests."""
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gc.collect()
 
 
 class Held:

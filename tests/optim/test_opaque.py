@@ -38,7 +38,7 @@ def test_each_is_right_and_says_why(name: str, k: int) -> None:
     step = quick(plain_step, k)
     with pytest.warns(gradsync_fx.GradSyncWarning, match="runs as it is") as told:
         mine = drive(step, ours, optimizer, data)
-    assert len(told) == 1
+    assert ["runs as it is" in str(t.message) for t in told].count(True) == 1
     assert_same(mine, accumulation(eager, reference, data), atol=1e-6)
     assert step.compile_count == (1 if k == 1 else 2)
     assert "runs as it is" in "".join(step.report().warnings)
