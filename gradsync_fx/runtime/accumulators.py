@@ -180,7 +180,8 @@ class Accumulators:
 
     def toggled(self, eager: EagerStep) -> None:
         """An eager call may leave `requires_grad` changed: its next one sets it again, and torch goes by it."""
-        self._trainable |= {n: p.requires_grad for n, p in eager.capture.parameters.items()}
+        if self._trainable:  # a window is open
+            self._trainable |= {n: p.requires_grad for n, p in eager.capture.parameters.items()}
 
     def check_trainable(self, captured: CapturedStep | EagerStep, where: str) -> None:
         """Raises `WindowError` when `requires_grad` of a parameter changed since the window opened.
