@@ -169,11 +169,17 @@ def _writes(name: str, kwargs: dict[str, Any]) -> bool:
     return in_place or name == "__setitem__" or name.startswith("__i") or "out" in kwargs
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """Where a tensor's memory lies; 0 where it has none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # sparse, meta, wrapped
+        return 0
+
+
 def _place(tensor: torch.Tensor) -> int:
     """Where its memory lies; where it has none, the tensor itself."""
-    if tensor.layout is not torch.strided or tensor.device.type == "meta":
-        return id(tensor)
-    return tensor.untyped_storage().data_ptr() or id(tensor)
+    return storage_of(tensor) or id(tensor)
 
 
 def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -19,8 +19,9 @@ from typing import Any, Protocol
 import torch
 
 from gradsync_fx._torch import tree_leaves, tree_map_only
+from gradsync_fx.capture.untouched import storage_of
 from gradsync_fx.diagnosis.events import user_line
-from gradsync_fx.eager.storages import Held, Origin, alive, as_given, on_copies, storage_of, written
+from gradsync_fx.eager.storages import Held, Origin, alive, as_given, on_copies, written
 from gradsync_fx.errors import CaptureError
 from gradsync_fx.runtime.eager_actions import Deed, Done, Piece
 from gradsync_fx.runtime.eager_step import EagerStep
@@ -201,27 +202,26 @@ class Effects:
     def _origin(
         self, given: list[torch.Tensor], targets: Sequence[torch.Tensor] = (), how: Any = None
     ) -> Origin:
-        reads, kept, gradient, data, signs = frozenset[int](), frozenset[int](), False, False, []
+        made, signs = Origin(), list[int]()
         own = {storage_of(t) for t in targets}
         for tensor in given:
             place, held = storage_of(tensor), self._held(tensor)
             if held is not None:
                 found = held.origin
-                reads, kept = reads | found.reads, kept | found.kept
-                gradient, data = gradient or found.gradient, data or found.data
+                made = made.joined(found)
                 signs.append(0 if found.data and not found.reads else found.sign)
             elif place in self._parameters:
                 owner = self._parameters[place]
-                reads |= {owner} & self._call.stepped if owner is not None else set()
+                updated = self._call.stepped & {owner} if owner is not None else set[int]()
+                made = made.joined(Origin(frozenset(updated)))
                 signs.append(place)
             elif place in self._buffers or place in own:
+                made = made.joined(Origin(kept=frozenset({place})))
                 signs.append(place)
-                kept |= {place}
             else:
-                data = True
-                kept |= {place}
+                made = made.joined(Origin(kept=frozenset({place}), data=True))
         plain = [v for v in tree_leaves(how[1:]) if isinstance(v, int | float)] if how else []
-        return Origin(reads, gradient, data, kept, hash((how and how[0], *plain, *signs)))
+        return replace(made, sign=hash((how and how[0], *plain, *signs)))
 
     def _late(self, target: torch.Tensor, origin: Origin) -> Origin | None:
         """Where a write belongs to the update: what it depends on."""
@@ -288,13 +288,7 @@ class Effects:
     def _mark(self, target: torch.Tensor, origin: Origin, late: Origin | None) -> None:
         held, place = self._held(target), storage_of(target)
         if held is not None:
-            held.origin = replace(
-                origin,
-                reads=origin.reads | held.origin.reads,
-                gradient=origin.gradient or held.origin.gradient,
-                kept=origin.kept | held.origin.kept,
-                data=origin.data or held.origin.data,
-            )
+            held.origin = origin.joined(held.origin)
         elif late is not None and place and place not in self._parameters:
             self._known[place] = Held(alive(target), late, born=False)
 

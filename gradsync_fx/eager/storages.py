@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,16 @@ class Origin:
     kept: frozenset[int] = frozenset()
     sign: int = 0
 
+    def joined(self, other: Origin) -> Origin:
+        """What is made of both, with this one's sign."""
+        return replace(
+            self,
+            reads=self.reads | other.reads,
+            gradient=self.gradient or other.gradient,
+            data=self.data or other.data,
+            kept=self.kept | other.kept,
+        )
+
 
 @dataclass(slots=True)
 class Held:
@@ -36,14 +46,6 @@ class Held:
     born: bool = True
     slot: int | None = None
     parameter: torch.Tensor | None = None
-
-
-def storage_of(tensor: torch.Tensor) -> int:
-    """Which storage a tensor lies in; 0 for those that have none."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # sparse, meta, wrapped
-        return 0
 
 
 def alive(tensor: torch.Tensor) -> StorageWeakRef:

@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from gradsync_fx._torch import tree_leaves, tree_map_only
+from gradsync_fx.capture.untouched import storage_of
 from gradsync_fx.errors import CaptureError
 
 
@@ -123,11 +124,9 @@ class Done(Deed):
         for value in tree_leaves(result):
             if isinstance(value, torch.ScriptObject):  # a collective's work
                 value.wait()  # type: ignore[attr-defined]
-        inside = {
-            t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if _strided(t)
-        }
+        inside = {storage_of(t) for t in tree_leaves((args, kwargs)) if _strided(t)}
         made = [t for t in tree_leaves(result) if _strided(t)]
-        made = [t for t in made if t.untyped_storage().data_ptr() not in inside]
+        made = [t for t in made if storage_of(t) not in inside]
         values.update(zip(self.outs, made, strict=True))
 
 
