@@ -24,7 +24,7 @@ from gradsync_fx._torch import (
     read_attribute,
 )
 from gradsync_fx.errors import CaptureError
-from gradsync_fx.ir.ops import OURS
+from gradsync_fx.user_lines import is_users
 
 
 CallSite = tuple[CodeType, int]  # code and offset of the instruction that makes the call
@@ -200,7 +200,7 @@ def observing(fresh: Observed) -> Iterator[Observed]:
 def line_of(tx: Any) -> str:
     """`file:line` of the user's code that is being traced."""
     frame = tx.frame_summary()
-    while frame.filename.startswith(OURS) and getattr(tx, "parent", None) is not None:
+    while not is_users(frame.filename) and getattr(tx, "parent", None) is not None:
         tx = tx.parent
         frame = tx.frame_summary()
     return f"{frame.filename}:{frame.lineno}"

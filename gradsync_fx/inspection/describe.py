@@ -139,7 +139,7 @@ def _graph(captured: CapturedStep, programs: dict[str, Program]) -> tuple[GraphN
                 op=f"{slot.kind.value}" if slot else str(node.target),
                 region="input" if slot else _region(captured, node, origin),
                 module=modules.get(origin, "") if origin is not None else "",
-                line=ops.user_line(origin) if origin is not None and not slot else "",
+                line=ops.node_line(origin) if origin is not None and not slot else "",
                 inputs=tuple(s.name for s in node.all_input_nodes if s.name in names),
                 shape=sizes(tensor.shape) if tensor is not None else (),
                 dtype=dtype_name(tensor.dtype) if tensor is not None else "",
@@ -233,7 +233,7 @@ def _kept(captured: CapturedStep) -> tuple[Kept, ...]:
             continue
         else:
             why = "it reads reduced gradients: once, at the boundary"
-        found.append(Kept(str(node.target), ops.user_line(node), why, node.name))
+        found.append(Kept(str(node.target), ops.node_line(node), why, node.name))
     return tuple(found)
 
 
