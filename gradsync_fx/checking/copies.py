@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradsync_fx._torch import counted_by_scheduler, tree_leaves
+from gradsync_fx.capture.names import ddp_modules, named_tensors
 from gradsync_fx.capture.reachable import discover
-from gradsync_fx.capture.tracer import ddp_modules, named_tensors
 from gradsync_fx.errors import WindowError
 from gradsync_fx.optim.state import parameters_of
 from gradsync_fx.optim.zeroing import own_among

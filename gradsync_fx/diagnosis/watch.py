@@ -6,10 +6,12 @@ counted by the sequence number that the group itself keeps. Gradients are read (
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
@@ -325,25 +327,37 @@ def _by_accelerate() -> bool:
 
 @contextmanager
 def _everywhere(changes: list[tuple[Any, Any]]) -> Iterator[None]:
-    """Puts functions in the place of others under every name that a module has for these."""
-    for function, other in changes:
-        other.__name__, other.__doc__ = function.__name__, function.__doc__
-    by_id = {id(function): (function, other) for function, other in changes}
-    found = [
-        (names, name, *by_id[id(value)])
-        for module in list(sys.modules.values())
-        for names in [getattr(module, "__dict__", None)]
-        if isinstance(names, dict)
-        for name, value in list(names.items())
-        if id(value) in by_id
-    ]
-    for names, name, _, other in found:
-        names[name] = other
+    """Puts functions in the place of others under every name that a module has for these.
+
+    Modules that are first imported meanwhile get the functions themselves back, too; whoever keeps one of the others
+    elsewhere (in a default argument, say) has what calls the function and does no more.
+    """
+    over = threading.Event()
+
+    def until_over(function: Callable[..., Any], other: Callable[..., Any]) -> Any:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (function if over.is_set() else other)(*args, **kwargs)
+
+        return call
+
+    pairs = [(function, until_over(function, other)) for function, other in changes]
+    _put(pairs)
     try:
         yield
     finally:
-        for names, name, function, _ in found:
-            names[name] = function
+        over.set()
+        _put([(other, function) for function, other in pairs])
+
+
+def _put(changes: list[tuple[Any, Any]]) -> None:
+    by_id = {id(function): other for function, other in changes}
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", None)
+        if isinstance(names, dict):
+            for name, value in list(names.items()):
+                if id(value) in by_id:
+                    names[name] = by_id[id(value)]
 
 
 def _family(kind: type[C]) -> list[type[C]]:
