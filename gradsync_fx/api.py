@@ -136,14 +136,14 @@ class OptimizedStep:
     @property
     def compile_count(self) -> int:
         """Programs compiled so far, the tail program included."""
-        return sum(c.compile_count for c in self._executor.captures)
+        return sum(len(c.programs) for c in self._executor.captures)
 
     @property
     def programs(self) -> dict[str, torch.fx.GraphModule]:
         """Name to graph before lowering, of the latest capture that has it."""
         found: dict[str, torch.fx.GraphModule] = {}
         for captured in self._executor.captures:
-            found.update({name: p.module for name, p in captured.programs.items()})
+            found.update({name: p.module for name, p in captured.programs.by_name.items()})
         return found
 
     def gradients(self) -> Mapping[str, torch.Tensor]:

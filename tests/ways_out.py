@@ -51,8 +51,7 @@ WAYS_OUT: dict[str, str | Untried] = {
     "capture/tracer.py:no_optimizer_error call optimizer.step() in": STEPS
     + "the_optimizer_is_reached_in_every_call",
     "capture/tracer.py:hook_error remove the hook, and do": STEPS + "a_hooks_work_is_done_between",
-    "runtime/captured_step.py:CapturedStep._weighing call it with the number": STEPS
-    + "the_weight_is_said",
+    "runtime/captured_facts.py:_weighing call it with the number": STEPS + "the_weight_is_said",
     "runtime/capture_cache.py:_other make a step of its own f": WINDOWS
     + "another_model_has_a_step_of_its_own",
     "passes/check_lowered.py:_fault report it with the step:": FAULT,

@@ -34,7 +34,7 @@ STAGES = {
     "gradsync_fx.capture.tracer:_capture": "capture",
     "gradsync_fx.runtime.capture_cache:Catalogue.admit": "analysis",
     "gradsync_fx.optim.binding:trace_update": "torch",
-    "gradsync_fx.runtime.captured_step:build": "passes",
+    "gradsync_fx.runtime.program_cache:build": "passes",
     "gradsync_fx.api:describe": "report",
 }
 OWN = ("capture", "analysis", "passes")

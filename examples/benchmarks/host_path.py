@@ -44,11 +44,11 @@ def one(layers: int, calls: int, backend: str) -> dict[str, Any]:
     (captured,) = step._executor.captures
     whole, inside = [], []
     for _ in range(calls):
-        _, before = captured.measured["accumulate"]
+        _, before = captured.runner.measured["accumulate"]
         start = time.perf_counter()
         step(model, optimizer, x, y)
         whole.append(time.perf_counter() - start)
-        inside.append(captured.measured["accumulate"][1] - before)
+        inside.append(captured.runner.measured["accumulate"][1] - before)
     step.discard()
     around = [w - i for w, i in zip(whole, inside, strict=True)]
     return {

@@ -18,9 +18,9 @@ from gradsync_fx.eager.call import EagerCall
 from gradsync_fx.eager.following import following
 from gradsync_fx.eager.patches import watching
 from gradsync_fx.errors import CaptureError, GradSyncWarning, NoOptimizerError
-from gradsync_fx.runtime.captured_step import NONE
 from gradsync_fx.runtime.eager_step import EagerStep
 from gradsync_fx.runtime.executor import Executor
+from gradsync_fx.runtime.program_cache import NONE
 from gradsync_fx.runtime.window import WindowState
 
 

@@ -15,6 +15,7 @@ from gradsync_fx.errors import GradSyncWarning, WindowError
 from gradsync_fx.options import Options
 from gradsync_fx.planning.setting import accumulator_dtype, part_of
 from gradsync_fx.planning.shareable import bytes_of
+from gradsync_fx.runtime.captured_facts import CapturedFacts
 from gradsync_fx.runtime.captured_step import CapturedStep
 from gradsync_fx.runtime.eager_step import EagerStep
 from gradsync_fx.runtime.state_format import check_fits, foreign_state
@@ -38,17 +39,17 @@ class Accumulators:
         self._part_of: dict[str, int] = {}
         self._trainable: dict[str, bool] = {}
 
-    def make_room(self, captured: CapturedStep, options: Options) -> None:
+    def make_room(self, facts: CapturedFacts, options: Options) -> None:
         """An accumulator for every leaf of a new capture; saved sums that waited for it come in."""
-        leaves = captured.capture.step.leaves
-        room = open_room(bytes_of(captured.shareable, leaves, options))
-        for bucket in captured.plan.buckets:
+        leaves = facts.capture.step.leaves
+        room = open_room(bytes_of(facts.shareable, leaves, options))
+        for bucket in facts.buckets:
             self._make_bucket(
                 {leaves[i].name: leaves[i].parameter for i in bucket.leaves},
                 options,
-                room if bucket in captured.shareable else None,
+                room if bucket in facts.shareable else None,
             )
-        self.make({}, captured.capture.parameters, options)
+        self.make({}, facts.capture.parameters, options)
 
     def _make_bucket(
         self, wanted: Mapping[str, torch.Tensor], options: Options, room: Room | None

@@ -14,6 +14,7 @@ from gradsync_fx.ir.regions import check_deferrable
 from gradsync_fx.optim.state import in_groups
 from gradsync_fx.options import Options
 from gradsync_fx.runtime.accumulators import Accumulators
+from gradsync_fx.runtime.captured_facts import CapturedFacts
 from gradsync_fx.runtime.captured_step import CapturedStep
 from gradsync_fx.runtime.consistency import Integrity
 from gradsync_fx.runtime.eager_step import EagerStep, Objects
@@ -66,18 +67,17 @@ class Catalogue:
         sums = self._accumulators
         if capture.parameters:
             sums.place_weights(next(iter(capture.parameters.values())).device)
-        captured = CapturedStep(
-            capture, options, sums.sums, sums.weights, self._integrity, self._simulated
-        )
+        facts = CapturedFacts.of(capture, options, self._simulated)
         if options.accumulates:
-            check_deferrable(capture.step, captured.regions)
+            check_deferrable(capture.step, facts.regions)
+        captured = CapturedStep(facts, sums.sums, sums.weights, self._integrity)
         if capture.weighed and options.reduction != "weighted" and not self.captures:
             warnings.warn(
                 f'micro_batch_weight has no effect with reduction="{options.reduction}"',
                 GradSyncWarning,
                 stacklevel=2,
             )
-        sums.make_room(captured, options)
+        sums.make_room(facts, options)
         self.captures.append(captured)
         self._by_structure[key] = captured
         return captured, True
@@ -119,7 +119,7 @@ class Catalogue:
         """A capture that updates exactly these parameters; None where the step would have to be called for it."""
 
         def fits(candidate: CapturedStep) -> bool:
-            return candidate.updates and set(candidate.names_of(parts)) == set(names)
+            return candidate.updates and set(candidate.facts.names_of(parts)) == set(names)
 
         if fits(captured):
             return captured

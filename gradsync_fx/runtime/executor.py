@@ -41,11 +41,12 @@ from gradsync_fx.options import Options
 from gradsync_fx.planning.setting import Setting, shared_options
 from gradsync_fx.runtime.accumulators import Accumulators
 from gradsync_fx.runtime.capture_cache import Catalogue, Found
-from gradsync_fx.runtime.captured_step import NONE, CapturedStep
+from gradsync_fx.runtime.captured_step import CapturedStep
 from gradsync_fx.runtime.consistency import Integrity
 from gradsync_fx.runtime.divisors import Divisors, divisors_of, totals_of
 from gradsync_fx.runtime.eager_step import EagerStep
 from gradsync_fx.runtime.module_buffers import ModuleBuffers
+from gradsync_fx.runtime.program_cache import NONE
 from gradsync_fx.runtime.refusals import no_call_yet, no_common_tail
 from gradsync_fx.runtime.window import WindowState
 
@@ -92,7 +93,7 @@ class Executor:
         log.info(
             "captured %d nodes, %d gradients; %s",
             len(capture.step.module.graph.nodes),
-            len(captured.names),
+            len(captured.facts.names),
             "new" if new else "its programs exist",
         )
         if not (self._begun or self._simulated):
@@ -117,9 +118,9 @@ class Executor:
     def prepare(self, captured: CapturedStep) -> None:
         """Compiles what calls like this one will run."""
         if captured.updates:
-            captured.compile(self.all_parts)
+            captured.programs.compiled(self.all_parts)
         if not captured.updates or self.options.accumulates and not self.options.manual:
-            captured.compile(NONE)
+            captured.programs.compiled(NONE)
         self.catalogue.latest = self.catalogue.latest or captured
 
     @property
@@ -144,7 +145,7 @@ class Executor:
             self.meet(captured, ACCUMULATE, NONE, after, runs=True)
         self.buffers.before(captured)
         results = captured.micro_step(args, NONE, {})
-        self.accumulators.added(captured.names, weighed=captured.weighs)
+        self.accumulators.added(captured.facts.names, weighed=captured.weighs)
         self.window, self.sync_gradients = after, False
         self.integrity.over()
         return results
@@ -259,14 +260,14 @@ class Executor:
             with captured.side_by_side(self._line, settled=all(p.settled for p in meeting.ranks)):
                 if args is not None:
                     results = captured.micro_step(args, closing, divisors)
-                    self.accumulators.added(captured.names, weighed=captured.weighs)
+                    self.accumulators.added(captured.facts.names, weighed=captured.weighs)
                 else:
                     captured.tail(closing, divisors)
             self.window = after
         else:
             if args is not None:
                 results = captured.micro_step(args, NONE, {})
-                self.accumulators.added(captured.names, weighed=captured.weighs)
+                self.accumulators.added(captured.facts.names, weighed=captured.weighs)
             self.window, self._apart = after, (captured, meeting, results)
             if not runs:
                 self.finish()
@@ -330,22 +331,22 @@ class Executor:
         names = [name.partition(" ")[2] for name in held]
         # At the end of all data every part closes, also one that has just been closed and holds nothing.
         closing = frozenset(int(name.partition(" ")[0]) for name in held) or meeting.closing
-        whole = meeting.uniform and set(names) == set(captured.names_of(closing))
+        whole = meeting.uniform and set(names) == set(captured.facts.names_of(closing))
         target = self.catalogue.for_parameters(captured, names, closing) if names else captured
-        ready = target is not None and not (runs and any(captured.regions.stages.values()))
+        ready = target is not None and not (runs and any(captured.facts.regions.stages.values()))
         rows = self._line.gather([float(ready), *self._weights(captured, self.window)])
         if target is None or not all(row[0] for row in rows):
             raise no_common_tail([rank for rank, row in enumerate(rows) if not row[0]])
         totals = totals_of(row[1:] for row in rows)
         updated = frozenset(part for part in closing if totals[part] > 0) if names else NONE
         if updated:
-            target.host_values = captured.host_values
+            target.host.values = captured.host.values
             given = target.tail(updated, self._divisors(totals), by_name=not whole)
-            if runs and target.regions.tail_outputs == captured.regions.tail_outputs:
+            if runs and target.facts.regions.tail_outputs == captured.facts.regions.tail_outputs:
                 # The caller holds these tensors by now: the accumulate program made them, full of NaN.
-                for i, value in zip(target.regions.tail_outputs, given, strict=True):
+                for i, value in zip(target.facts.regions.tail_outputs, given, strict=True):
                     results[i].copy_(value)
-            for i in captured.regions.late_outputs if runs else ():
+            for i in captured.facts.regions.late_outputs if runs else ():
                 # Computed ahead of this update: no value is better than that of other parameters.
                 if results[i] is not None and results[i].is_floating_point():
                     results[i].fill_(torch.nan)
@@ -389,4 +390,4 @@ class Executor:
         if self.options.sync_each_batch and isinstance(captured, CapturedStep):
             self.integrity.writes(updates=False)
             captured.take_part()
-            self.accumulators.added(captured.names, weighed=captured.weighs)
+            self.accumulators.added(captured.facts.names, weighed=captured.weighs)

@@ -9,11 +9,12 @@ from gradsync_fx.comm.liveness import in_job
 from gradsync_fx.comm.rendezvous import ACCUMULATE, BOUNDARY, FLUSH
 from gradsync_fx.errors import GradSyncWarning, WindowError
 from gradsync_fx.ir.regions import check_deferrable
-from gradsync_fx.runtime.captured_step import NONE, CapturedStep
+from gradsync_fx.runtime.captured_step import CapturedStep
 from gradsync_fx.runtime.consistency import SUMS
 from gradsync_fx.runtime.eager_step import EagerStep
 from gradsync_fx.runtime.executor import Executor
 from gradsync_fx.runtime.habits import habits
+from gradsync_fx.runtime.program_cache import NONE
 from gradsync_fx.runtime.refusals import changed_steps, nothing_captured
 from gradsync_fx.runtime.remarks import mistakes
 from gradsync_fx.user_lines import warn_user
@@ -86,7 +87,7 @@ def set_steps(executor: Executor, k: Any) -> None:
     changed = changed_steps(executor.options, k, executor.window.pending)
     if changed.accumulates:
         for captured in executor.captures:
-            check_deferrable(captured.capture.step, captured.regions)
+            check_deferrable(captured.facts.capture.step, captured.facts.regions)
     executor.options = changed
     if isinstance(executor.catalogue.latest, EagerStep):
         executor.catalogue.latest.options = changed
@@ -107,6 +108,8 @@ def warn_of_pending(executor: Executor, name: str) -> None:
 def warn_of_mistakes(executor: Executor) -> None:
     """After the first call: what the step, and the loop round it, still have of plain accumulation, each once."""
     latest = executor.catalogue.latest
-    grows = isinstance(latest, CapturedStep) and latest.updates and latest.capture.never_zeroed
+    grows = (
+        isinstance(latest, CapturedStep) and latest.updates and latest.facts.capture.never_zeroed
+    )
     for text in (*mistakes(latest, executor.options), *habits(zeroes=not grows)):
         warn_user(text, GradSyncWarning)

@@ -62,8 +62,8 @@ class Lowered:
         planned = OptimizedStep(step, Options.of({**given, **options}), simulated=2)
         planned.capture(model, optimizer, torch.randn(4, 128), torch.randn(4, 128))
         (captured,) = planned._executor.captures
-        self.program: Program = captured.build(closing, tail=tail)
-        self.rewritten: Rewritten = rewrite(self.program, captured.capture.fake_mode, levers)
+        self.program: Program = captured.programs.build(closing, tail=tail)
+        self.rewritten: Rewritten = rewrite(self.program, captured.facts.capture.fake_mode, levers)
         self.check()
 
     @property

@@ -41,7 +41,7 @@ def boundary(
     planned = OptimizedStep(step, Options.of({**given, **options}), simulated=2)
     planned.capture(model, optimizer, torch.randn(4, 128), torch.randn(4, 128))
     (captured,) = planned._executor.captures
-    return captured.build(closing), captured.capture.fake_mode
+    return captured.programs.build(closing), captured.facts.capture.fake_mode
 
 
 def rewritten(step: Callable[..., Any], **options: Any) -> tuple[GraphModule, Cut]:
