@@ -11,34 +11,27 @@ from typing import Any
 
 import torch
 
-from gradsync_fx.capture.markers import Demand
 from gradsync_fx.capture.parallelism import refuse_other_parallelism
-from gradsync_fx.capture.tracer import traced
 from gradsync_fx.checking.self_check import Verdict, check
 from gradsync_fx.comm.rank_failure import NamedLosses
-from gradsync_fx.eager.own_errors import USERS_FRAMES, raise_own
-from gradsync_fx.eager.window import EagerWindow
-from gradsync_fx.errors import CaptureError
+from gradsync_fx.dispatch import Dispatch, warn_of_mistakes
+from gradsync_fx.eager.own_errors import USERS_FRAMES
 from gradsync_fx.inspection.costs import Hardware
 from gradsync_fx.inspection.describe import describe
+from gradsync_fx.inspection.remarks import mistakes
 from gradsync_fx.inspection.report import Report
 from gradsync_fx.inspection.uncaptured import describe_eager
 from gradsync_fx.lowering.artifacts import artifact
-from gradsync_fx.lowering.lower import decompositions
 from gradsync_fx.options import Options
 from gradsync_fx.runtime.atomic_files import Place
-from gradsync_fx.runtime.capture_cache import Found
-from gradsync_fx.runtime.captured_step import CapturedStep
 from gradsync_fx.runtime.checkpoint import load, load_file, save, save_file
-from gradsync_fx.runtime.eager_step import EagerStep
 from gradsync_fx.runtime.executor import Executor
-from gradsync_fx.runtime.refusals import EITHER_WAY, no_copies
+from gradsync_fx.runtime.refusals import no_copies
 from gradsync_fx.runtime.window_ops import (
     discard,
     flush,
     set_steps,
     skip,
-    warn_of_mistakes,
     warn_of_pending,
 )
 from gradsync_fx.threads import OneAtATime
@@ -61,8 +54,7 @@ class OptimizedStep:
         self._losses = NamedLosses(self._executor.place, self._executor.absent)
         self._to_check = options.self_check
         self._simulated, self._train_step = simulated is not None, train_step
-        self._find = _Finder(train_step, self._executor)
-        self._executor.catalogue.retrace = self._find.again
+        self._dispatch = Dispatch(train_step, self._executor)
         # The executor outlives this object just long enough to tell what was lost with it.
         self._name = getattr(train_step, "__name__", type(train_step).__name__)
         code = getattr(train_step, "__code__", None)
@@ -71,7 +63,7 @@ class OptimizedStep:
             f"step {self._name!r}",
             fix="make a step for each thread: gradsync_fx.optimize(train_step, ...)",
         )
-        weakref.finalize(self, _end, self._executor, self._name, self._find.at_end)
+        weakref.finalize(self, _end, self._executor, self._name, self._dispatch.at_end)
 
     def __get__(self, instance: Any, owner: type | None = None) -> OptimizedStep:
         """As a decorated method: each object has a step, and a window, of its own."""
@@ -93,7 +85,7 @@ class OptimizedStep:
             first = executor.setting is None
             executor.integrity.check(self._name)
             executor.accumulators.drop_gradients()
-            result = self._find.call(*args, **kwargs)
+            result = self._dispatch.call(args, kwargs)
             if first:
                 executor.accumulators.drop_gradients()
                 warn_of_mistakes(executor)
@@ -104,14 +96,7 @@ class OptimizedStep:
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Captures and compiles for these arguments without running anything."""
         with USERS_FRAMES, self._one_thread.held(), self._losses:
-            try:
-                captured = self._find.capture_of(args, kwargs)
-            except CaptureError as why:
-                self._find.run_eagerly(why)
-                assert self._find.eager is not None
-                self._find.eager.prepare(args, kwargs)
-            else:
-                self._executor.prepare(captured)
+            self._dispatch.prepare(args, kwargs)
 
     @property
     def sync_gradients(self) -> bool:
@@ -136,13 +121,13 @@ class OptimizedStep:
     @property
     def compile_count(self) -> int:
         """Programs compiled so far, the tail program included."""
-        return sum(len(c.programs) for c in self._executor.captures)
+        return sum(len(c.programs) for c in self._executor.catalogue.captures)
 
     @property
     def programs(self) -> dict[str, torch.fx.GraphModule]:
         """Name to graph before lowering, of the latest capture that has it."""
         found: dict[str, torch.fx.GraphModule] = {}
-        for captured in self._executor.captures:
+        for captured in self._executor.catalogue.captures:
             found.update({name: p.module for name, p in captured.programs.by_name.items()})
         return found
 
@@ -207,14 +192,12 @@ class OptimizedStep:
 
         hardware: what the estimate is for; a preset's name, or what `calibrate` measured.
         """
-        latest = self._executor.catalogue.latest
-        if isinstance(latest, EagerStep):
-            options = self._executor.options
-            return describe_eager(
-                latest, options, step=self._name, line=self._line, hardware=hardware
-            )
+        eager = self._dispatch.eager
+        if eager is not None and eager.latest is not None:
+            options, named = self._executor.options, {"step": self._name, "line": self._line}
+            return describe_eager(eager.latest, options, **named, hardware=hardware)
         return describe(
-            self._executor.captures,
+            self._executor.catalogue.captures,
             self._executor.options,
             step=self._name,
             line=self._line,
@@ -230,12 +213,14 @@ class OptimizedStep:
         that cannot be copied, or whose windows have no one length.
         """
         refuse_other_parallelism(self._train_step, args, kwargs)
-        return check(self._train_step, args, kwargs, self._executor.options, OptimizedStep)
+        return check(
+            self._train_step, args, kwargs, self._executor.options, OptimizedStep, _mistakes_of
+        )
 
     def capture(self, *args: Any, **kwargs: Any) -> None:
         """Captures a call with these arguments, compiling and running nothing: enough for `report`."""
         with USERS_FRAMES, self._one_thread.held():
-            self._find.capture_of(args, kwargs)
+            self._dispatch.capture_of(args, kwargs)
 
     def set_gradient_accumulation_steps(self, k: Any) -> None:
         """Another window length from the next window on. Raises `WindowError` inside a window. Never recompiles."""
@@ -243,108 +228,8 @@ class OptimizedStep:
             set_steps(self._executor, k)
 
 
-class _Finder:
-    """Calls the traced step: to run it, or only to learn which capture some arguments lead to."""
-
-    def __init__(self, train_step: Callable[..., Any], executor: Executor) -> None:
-        options = executor.options
-        self._executor, self._demand = executor, Demand()
-        self._train_step = train_step
-        self._last: tuple[Any, Any] | None = None
-        self.eager: EagerWindow | None = None
-        self._groups: dict[int, list[int]] = {}
-        self.at_end = ExitStack()
-        self._call = traced(
-            train_step,
-            executor.on_capture,
-            decompositions(options),
-            options.dynamic,
-            self._demand,
-            manual=options.manual,
-            rank_timeout=options.rank_timeout,
-            at_end=self.at_end,
-        )
-
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        """One micro-step: captured, or eagerly where that cannot be and the options allow it."""
-        if self.eager is None:
-            try:
-                return self._captured_call(*args, **kwargs)
-            except CaptureError as why:
-                self.run_eagerly(why)
-        assert self.eager is not None
-        return self.eager.run(args, kwargs)
-
-    def run_eagerly(self, why: CaptureError) -> None:
-        """From now on without a capture. Raises `why` where the options forbid that, or eager is no way out."""
-        same = isinstance(why, EITHER_WAY)
-        if self._executor.options.on_unsupported != "eager" or same:
-            raise why
-        self.eager = EagerWindow(self._train_step, self._executor, why)
-
-    def _captured_call(self, *args: Any, **kwargs: Any) -> Any:
-        self._look_at(args, kwargs)
-        # Kept while a window is open: closing it may need the step traced anew, with the same arguments.
-        self._last = (args, kwargs)
-        self._demand.key = self._changed_groups()
-        try:
-            try:
-                result = self._call(*args, **kwargs)
-            except Exception as failure:
-                # The user's code behind the program, perhaps: then the other ranks wait for the window's second half.
-                self._executor.finish()
-                if not self._executor.talks:  # a second time, that would hang
-                    raise_own(self._train_step, args, kwargs, failure)
-                raise
-            self._executor.deferred = self._demand.deferred
-            if self._executor.sync_gradients:
-                self._executor.make_up()
-            self._executor.finish()
-            return result
-        finally:
-            if not self._executor.window.pending:
-                self._last = None
-
-    def _look_at(self, args: Any, kwargs: Any) -> None:
-        if not self._executor.captures:
-            refuse_other_parallelism(self._train_step, args, kwargs)
-
-    def _changed_groups(self) -> str:
-        """What Dynamo has to trace anew for: parameters that an optimizer gained or lost since its first capture."""
-        changed: dict[int, list[int]] = {}
-        for captured in self._executor.captures:
-            for optimizer in captured.capture.optimizers:
-                groups = getattr(optimizer, "param_groups", ())
-                sizes = [len(group["params"]) for group in groups]
-                if self._groups.setdefault(id(optimizer), sizes) != sizes:
-                    changed[id(optimizer)] = sizes
-        return repr(list(changed.values())) if changed else ""
-
-    def capture_of(self, args: Any, kwargs: Any) -> CapturedStep:
-        """Captures a call without running it."""
-        self._look_at(args, kwargs)
-        self._executor.only_find = True
-        try:
-            self._call(*args, **kwargs)
-        except Found as found:
-            return found.captured
-        except CaptureError as failure:
-            raise_own(self._train_step, args, kwargs, failure)
-            raise
-        finally:
-            self._executor.only_find = False
-        raise AssertionError("a traced step ran where it was only to be found")
-
-    def again(self, parameters: dict[str, torch.Tensor]) -> CapturedStep | None:
-        """The last call of this window, traced with gradients for exactly these parameters; None without a call."""
-        if self._last is None:
-            return None
-        self._demand.key = f"{self._changed_groups()} {list(parameters)}"
-        self._demand.parameters = tuple(parameters.values())
-        try:
-            return self.capture_of(*self._last)
-        finally:
-            self._demand.key, self._demand.parameters = "", ()
+def _mistakes_of(step: OptimizedStep) -> tuple[str, ...]:
+    return mistakes(step._executor.catalogue.captures, step._executor.options)
 
 
 def _end(executor: Executor, name: str, at_end: ExitStack) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from unittest import mock
 
 import gradsync_fx
-from gradsync_fx import api
+from gradsync_fx import api, dispatch
 from gradsync_fx.options import Options
 
 
@@ -37,7 +37,7 @@ def eagerly() -> Iterator[None]:
         plain(self, step, replace(options, on_unsupported="eager"), *args, **kwargs)
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(api, "traced", traced))
+        stack.enter_context(mock.patch.object(dispatch, "traced", traced))
         stack.enter_context(mock.patch.object(api.OptimizedStep, "__init__", init))
         yield
 

@@ -94,16 +94,16 @@ WAYS_OUT: dict[str, str | Untried] = {
     + "each_optimizers_parameters_are_clipped_apart",
     "eager/call.py:_read_early clip after the last back": STEPS
     + "an_eager_step_clips_after_the_last_backward",
-    "runtime/eager_actions.py:Done.repeat keep the value a tensor": (
+    "eager/actions.py:Done.repeat keep the value a tensor": (
         "tests/eager/test_effects.py::test_a_value_that_was_read_on_the_host_cannot_be_made_again"
     ),
     "eager/effects.py:_differs take the count from step": (
         "tests/eager/test_effects.py::test_the_advice_of_the_refusal"
     ),
-    "runtime/eager_step.py:EagerStep.__init__ leave it out, or mend th": (
+    "eager/step.py:EagerStep.__init__ leave it out, or mend th": (
         WINDOWS + "an_eager_step_without_a_reduction_in_each_call"
     ),
-    "runtime/eager_step.py:EagerStep.number_of pass the optimizer to th": STEPS
+    "eager/step.py:EagerStep.number_of pass the optimizer to th": STEPS
     + "an_optimizer_is_given_as_an_argument",
     "eager/window.py:EagerWindow.__init__": Untried("handed on: the text is another error's"),
     "eager/window.py:_MicroStep._check_reached call optimizer.step() on": (

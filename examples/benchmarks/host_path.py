@@ -41,7 +41,7 @@ def one(layers: int, calls: int, backend: str) -> dict[str, Any]:
     x, y = torch.randn(4, 8), torch.randn(4, 8)
     for _ in range(20):
         step(model, optimizer, x, y)
-    (captured,) = step._executor.captures
+    (captured,) = step._executor.catalogue.captures
     whole, inside = [], []
     for _ in range(calls):
         _, before = captured.runner.measured["accumulate"]

@@ -18,6 +18,7 @@ from gradsync_fx.inspection.data import (
     Region,
 )
 from gradsync_fx.inspection.flops import load_of
+from gradsync_fx.inspection.remarks import remarks
 from gradsync_fx.inspection.report import Report
 from gradsync_fx.inspection.tensors import (
     dtype_name,
@@ -31,8 +32,7 @@ from gradsync_fx.ir.program import Kind, Program
 from gradsync_fx.options import Options
 from gradsync_fx.planning.plan import Bucket
 from gradsync_fx.runtime.captured_step import CapturedStep
-from gradsync_fx.runtime.program_cache import NONE
-from gradsync_fx.runtime.remarks import remarks
+from gradsync_fx.runtime.window import NONE
 
 
 ROLES = ("forward", "backward", "gradient sync", "optimizer", "other")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -16,8 +16,6 @@ from gradsync_fx.options import Options
 from gradsync_fx.planning.setting import accumulator_dtype, part_of
 from gradsync_fx.planning.shareable import bytes_of
 from gradsync_fx.runtime.captured_facts import CapturedFacts
-from gradsync_fx.runtime.captured_step import CapturedStep
-from gradsync_fx.runtime.eager_step import EagerStep
 from gradsync_fx.runtime.state_format import check_fits, foreign_state
 
 
@@ -95,17 +93,22 @@ class Accumulators:
         self.parameters[name], self._part_of[name] = parameter, part_of(parameter, options)
 
     def replace(
-        self, saved: dict[str, torch.Tensor], captures: Sequence[CapturedStep | EagerStep]
+        self,
+        saved: dict[str, torch.Tensor],
+        known: Mapping[str, torch.Tensor],
+        options: Options,
     ) -> None:
-        """Saved sums, which were checked, in place of those here; a parameter that they do not have had no term."""
+        """Saved sums, which were checked, in place of those here; a parameter that they do not have had no term.
+
+        known: the parameters of all steps so far; sums of others wait for theirs.
+        """
         for total in self.sums.values():
             total.zero_()
         self.restored = dict(saved)
         self._trainable.clear()
-        for captured in captures:
-            for name, parameter in captured.capture.parameters.items():
-                if name in self.restored:
-                    self._make(name, parameter, captured.options)
+        for name, parameter in known.items():
+            if name in self.restored:
+                self._make(name, parameter, options)
 
     def drop_gradients(self, parameters: Mapping[str, torch.Tensor] | None = None) -> None:
         """`.grad` is None between calls; what stands there is dropped with a warning.
@@ -179,17 +182,17 @@ class Accumulators:
             self.weights[part].zero_()
         self.closed(parts)
 
-    def toggled(self, eager: EagerStep) -> None:
+    def toggled(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """An eager call may leave `requires_grad` changed: its next one sets it again, and torch goes by it."""
         if self._trainable:  # a window is open
-            self._trainable |= {n: p.requires_grad for n, p in eager.capture.parameters.items()}
+            self._trainable |= {n: p.requires_grad for n, p in parameters.items()}
 
-    def check_trainable(self, captured: CapturedStep | EagerStep, where: str) -> None:
+    def check_trainable(self, parameters: Mapping[str, torch.Tensor], where: str) -> None:
         """Raises `WindowError` when `requires_grad` of a parameter changed since the window opened.
 
         And `CaptureError` for a gradient hook that came after the capture: it would never run.
         """
-        for name, parameter in captured.capture.parameters.items():
+        for name, parameter in parameters.items():
             if has_hooks(parameter):
                 raise hook_error(name)
             before = self._trainable.setdefault(name, parameter.requires_grad)

@@ -1,14 +1,24 @@
 """One captured step at work: what is known of it, its programs, and what runs them.
 
-facts (captured_facts.py)      fixed at the capture
-programs (program_cache.py)    compiled on first need
-runner (program_runner.py)     runs one of them
+    facts (captured_facts.py)      fixed at the capture
+    programs (program_cache.py)    compiled on first need
+    runner (program_runner.py)     runs one of them
+
+A window of it ends, with all ranks at one place, in one of two ways. Each rank
+
+    runs the boundary program (or the tail program, without data)     if all ranks have the same gradients to reduce
+                                                                      and each has a term that certainly counts,
+                                                                      and either all of them have data or none
+    runs the accumulate program, then the tail for the union of what  otherwise: branches that differ, or weights that
+    the ranks' windows hold, or makes no update if that is nothing    may all be zero; a rank without data among others,
+                                                                      as an update compiled into another program
+                                                                      may round otherwise
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -20,22 +30,32 @@ from gradsync_fx.comm.flat_buffers import joined
 from gradsync_fx.comm.rendezvous import Line
 from gradsync_fx.comm.shm_all_reduce import SharedBuckets, find_shared
 from gradsync_fx.ir.program import Kind
+from gradsync_fx.ir.regions import check_deferrable
+from gradsync_fx.lowering.lower import as_it_is
 from gradsync_fx.options import Options
 from gradsync_fx.planning.setting import Setting
+from gradsync_fx.runtime.accumulators import Accumulators
 from gradsync_fx.runtime.captured_facts import CapturedFacts
 from gradsync_fx.runtime.consistency import Integrity
-from gradsync_fx.runtime.divisors import Divisors
+from gradsync_fx.runtime.divisors import Divisors, totals_of
+from gradsync_fx.runtime.ending import Closed, Ending
 from gradsync_fx.runtime.host_calls import HostCalls
 from gradsync_fx.runtime.participate import take_part
 from gradsync_fx.runtime.program_cache import ProgramCache
 from gradsync_fx.runtime.program_runner import ProgramRunner
+from gradsync_fx.runtime.refusals import no_common_tail
+from gradsync_fx.runtime.window import NONE
 
 
 log = logging.getLogger(__name__)
+Covering = Callable[["CapturedStep", Collection[str], Collection[int]], "CapturedStep | None"]
 
 
 class CapturedStep:
-    """A micro-step that closes some parts of the window, or a tail, over the flat inputs of the step."""
+    """A micro-step that closes some parts of the window, or a tail, over the flat inputs of the step.
+
+    covering: finds a step whose tail updates exactly these parameters of these parts; this one, if it does.
+    """
 
     def __init__(
         self,
@@ -43,23 +63,20 @@ class CapturedStep:
         accumulators: dict[str, torch.Tensor],
         weights: dict[int, torch.Tensor],
         integrity: Integrity,
+        covering: Covering,
     ) -> None:
-        self.facts = facts
+        self.facts, self._covering = facts, covering
         self.programs = ProgramCache(facts, accumulators, weights)
         self.runner = ProgramRunner(facts, self.programs, integrity)
         self.host = HostCalls(facts, self.programs.bindings)
         self._tail_data: dict[int, Any] = {}
         self._shared: SharedBuckets | None = None
 
-    # What the runtime asks of an eager step, too.
+    # Of protocol.py: what it is.
 
     @property
-    def capture(self) -> Capture:
+    def objects(self) -> Capture:
         return self.facts.capture
-
-    @property
-    def options(self) -> Options:
-        return self.facts.options
 
     @property
     def setting(self) -> Setting:
@@ -96,7 +113,82 @@ class CapturedStep:
     def certain(self, in_window: Collection[str], closing: Collection[int]) -> bool:
         return self.facts.certain(in_window, closing)
 
-    # What it does.
+    # Of protocol.py: what it does.
+
+    def close(self, ending: Ending, args: list[Any] | None) -> Closed:
+        """See the module's text."""
+        closing, meeting = ending.meeting.closing, ending.meeting
+        totals = totals_of(p.weights for p in meeting.ranks)
+        if (
+            meeting.certain
+            and all(totals[part] > 0 for part in closing)
+            and (meeting.all_or_none_run or as_it_is(self.facts.options))
+        ):
+            divisors = ending.divisors(totals)
+            with self.side_by_side(ending.line, settled=all(p.settled for p in meeting.ranks)):
+                if args is None:
+                    self.tail(closing, divisors)
+                    return Closed([], closing, closing)
+                results = self.micro_step(args, closing, divisors)
+            ending.accumulators.added(self.facts.names, weighed=self.weighs)
+            return Closed(results, closing, closing)
+        results = []
+        if args is not None:
+            results = self.micro_step(args, NONE, {})
+            ending.accumulators.added(self.facts.names, weighed=self.weighs)
+        return Closed(results, rest=lambda: self._close_apart(ending, results))
+
+    def _close_apart(self, ending: Ending, results: list[Any]) -> Closed:
+        """The tail for all that the ranks' windows hold."""
+        runs, sums = bool(results), ending.accumulators
+        held = ending.line.names(
+            [f"{part} {name}" for part in ending.meeting.closing for name in sums.names([part])]
+        )
+        names = [name.partition(" ")[2] for name in held]
+        # At the end of all data every part closes, also one that has just been closed and holds nothing.
+        parts = {int(name.partition(" ")[0]) for name in held}
+        closing = frozenset(parts) or ending.meeting.closing
+        whole = ending.meeting.uniform and set(names) == set(self.facts.names_of(closing))
+        target = self._covering(self, names, closing) if names else self
+        ready = target is not None and not (runs and any(self.facts.regions.stages.values()))
+        totals, late = ending.totals(ready=ready, weighs=self.weighs)
+        if target is None or late:
+            raise no_common_tail(late)
+        updated = frozenset(part for part in closing if totals[part] > 0) if names else NONE
+        if updated:
+            target.host.values = self.host.values
+            given = target.tail(updated, ending.divisors(totals), by_name=not whole)
+            self._mend(results, target, given)
+        return Closed(results, updated, updated)
+
+    def _mend(self, results: list[Any], target: CapturedStep, given: list[Any]) -> None:
+        """Puts what the tail of `target` gave into a call's results: the caller holds these tensors by now.
+
+        The accumulate program made them, full of NaN.
+        """
+        if not results:
+            return
+        if target.facts.regions.tail_outputs == self.facts.regions.tail_outputs:
+            for i, value in zip(target.facts.regions.tail_outputs, given, strict=True):
+                results[i].copy_(value)
+        for i in self.facts.regions.late_outputs:
+            # Computed before this update: no value is better than that of other parameters.
+            if results[i] is not None and results[i].is_floating_point():
+                results[i].fill_(torch.nan)
+
+    def participate(self, accumulators: Accumulators, integrity: Integrity) -> None:
+        """Zeros into the reductions of the other ranks' accumulate call; what they sum comes in here, too."""
+        if self.facts.options.sync_each_batch:
+            integrity.writes(updates=False)
+            take_part(self.programs.plan)
+            accumulators.added(self.facts.names, weighed=self.weighs)
+
+    def change_steps(self, options: Options) -> None:
+        """Raises `ReadBeforeBoundaryError` where a longer window cannot put off what the step does."""
+        if options.accumulates:
+            check_deferrable(self.facts.capture.step, self.facts.regions)
+
+    # Its programs at work.
 
     def micro_step(self, args: list[Any], closing: frozenset[int], divisors: Divisors) -> list[Any]:
         """One micro-step: adds to the parts that stay open, reduces and updates those that close."""
@@ -126,10 +218,6 @@ class CapturedStep:
         self.host.take(compiled.program, results, self.facts.regions.boundary_host)
         self.host.make(closing)
         return results
-
-    def take_part(self) -> None:
-        """Zeros into the reductions of the other ranks' accumulate call; what they sum comes in here, too."""
-        take_part(self.programs.plan)
 
     @property
     def settled(self) -> bool:

@@ -33,10 +33,10 @@ from gradsync_fx.passes.stages import in_stages
 from gradsync_fx.passes.update import update_key
 from gradsync_fx.planning.plan import Plan
 from gradsync_fx.runtime.captured_facts import CapturedFacts
+from gradsync_fx.runtime.window import NONE
 
 
 log = logging.getLogger(__name__)
-NONE: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,12 +156,12 @@ def test_a_wrong_program_is_found(rate: float) -> None:
 
 def wrong_divisors() -> Any:
     """Every window of the runtime is divided by a number a little too large."""
-    right = gradsync_fx.runtime.executor.Executor._divisors
+    right = gradsync_fx.runtime.ending.Ending.divisors
 
     def wrong(self: Any, totals: list[float]) -> Any:
         return {key: 1.05 * value for key, value in right(self, totals).items()}
 
-    return mock.patch.object(gradsync_fx.runtime.executor.Executor, "_divisors", wrong)
+    return mock.patch.object(gradsync_fx.runtime.ending.Ending, "divisors", wrong)
 
 
 def test_what_cannot_be_copied_is_named() -> None:

@@ -61,7 +61,7 @@ class Lowered:
         given = {"gradient_accumulation_steps": 2, "bucket_cap_mb": 0.1}
         planned = OptimizedStep(step, Options.of({**given, **options}), simulated=2)
         planned.capture(model, optimizer, torch.randn(4, 128), torch.randn(4, 128))
-        (captured,) = planned._executor.captures
+        (captured,) = planned._executor.catalogue.captures
         self.program: Program = captured.programs.build(closing, tail=tail)
         self.rewritten: Rewritten = rewrite(self.program, captured.facts.capture.fake_mode, levers)
         self.check()

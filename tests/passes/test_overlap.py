@@ -40,7 +40,7 @@ def boundary(
     given = {"gradient_accumulation_steps": 2, "backend": "aot_eager", "bucket_cap_mb": 1e-3}
     planned = OptimizedStep(step, Options.of({**given, **options}), simulated=2)
     planned.capture(model, optimizer, torch.randn(4, 128), torch.randn(4, 128))
-    (captured,) = planned._executor.captures
+    (captured,) = planned._executor.catalogue.captures
     return captured.programs.build(closing), captured.facts.capture.fake_mode
 
 

@@ -28,7 +28,7 @@ def stages_of(step: Callable[..., Any]) -> Stages:
     run = quick(step, 1)
     with pytest.warns(gradsync_fx.GradSyncWarning):
         run(model, Counts(model.parameters()), *regression(1, 1)[0][0])
-    (captured,) = run._executor.captures
+    (captured,) = run._executor.catalogue.captures
     return cut(next(p for p in captured.programs.by_name.values() if is_cut(p)))
 
 

@@ -44,7 +44,7 @@ def test_an_earlier_program_runs_with_its_own_updates() -> None:
         train_step(twin, reference, x)
         for a, b in zip(model.parameters(), twin.parameters(), strict=True):
             torch.testing.assert_close(a, b)
-    (captured,) = step._executor.captures
+    (captured,) = step._executor.catalogue.captures
     closing = frozenset({0})
     optimizer.param_groups[0]["nesterov"] = False
     first = captured.programs.compiled(closing)

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from gradsync_fx.capture.tracer import Capture
 from gradsync_fx.ir import ops
 from gradsync_fx.ir.ops import Role, argument
 from gradsync_fx.options import Options
 from gradsync_fx.runtime.captured_step import CapturedStep
-from gradsync_fx.runtime.eager_step import EagerStep, Objects
+from gradsync_fx.runtime.protocol import StepObjects
 
 
 _THROUGH = (
@@ -40,15 +39,13 @@ def _of(captured: CapturedStep, options: Options) -> Iterator[str]:
     yield from of_objects(captured.facts.capture)
 
 
-def mistakes(captured: CapturedStep | EagerStep | None, options: Options) -> tuple[str, ...]:
+def mistakes(captures: Sequence[CapturedStep], options: Options) -> tuple[str, ...]:
     """What a step written for plain accumulation still does that changes its numbers here, or has no effect."""
-    if not isinstance(captured, CapturedStep):
-        return ()
-    found = (*_divided_twice(captured, options), *_no_sync(captured))
+    found = (text for c in captures for text in (*_divided_twice(c, options), *_no_sync(c)))
     return tuple(dict.fromkeys(found))
 
 
-def of_objects(objects: Capture | Objects) -> Iterator[str]:
+def of_objects(objects: StepObjects) -> Iterator[str]:
     """What the user's modules say, however the step runs."""
     yield from _batch_norm(objects)
     yield from _flags_of_ddp(objects)
@@ -158,7 +155,7 @@ def _no_sync(captured: CapturedStep) -> Iterator[str]:
             )
 
 
-def _batch_norm(objects: Capture | Objects) -> Iterator[str]:
+def _batch_norm(objects: StepObjects) -> Iterator[str]:
     if not objects.batch_norms:
         return
     names = ", ".join(objects.batch_norms)
@@ -168,7 +165,7 @@ def _batch_norm(objects: Capture | Objects) -> Iterator[str]:
     )
 
 
-def _flags_of_ddp(objects: Capture | Objects) -> Iterator[str]:
+def _flags_of_ddp(objects: StepObjects) -> Iterator[str]:
     for ddp in objects.ddp:
         for flag in ("static_graph", "find_unused_parameters"):
             if getattr(ddp, flag, False):
