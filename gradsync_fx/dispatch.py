@@ -20,7 +20,6 @@ from gradsync_fx.eager.window import EagerWindow
 from gradsync_fx.errors import CaptureError, GradSyncWarning
 from gradsync_fx.inspection.remarks import mistakes
 from gradsync_fx.lowering.lower import decompositions
-from gradsync_fx.runtime.capture_cache import Found
 from gradsync_fx.runtime.captured_step import CapturedStep
 from gradsync_fx.runtime.captured_window import CapturedWindow
 from gradsync_fx.runtime.executor import Executor
@@ -45,7 +44,7 @@ class Dispatch:
         self.eager: EagerWindow | None = None
         self._groups: dict[int, list[int]] = {}
         self.at_end = ExitStack()
-        self._call = traced(
+        self._traced = traced(
             train_step,
             self._captured.on_capture,
             decompositions(options),
@@ -90,7 +89,7 @@ class Dispatch:
         self._demand.key = self._changed_groups()
         try:
             try:
-                result = self._call(*args, **kwargs)
+                result = self._traced(*args, **kwargs)
             except Exception as failure:
                 # The user's code after the program, perhaps: then the other ranks wait for the window's second half.
                 self._executor.finish()
@@ -124,17 +123,13 @@ class Dispatch:
     def capture_of(self, args: Any, kwargs: Any) -> CapturedStep:
         """Captures a call without running it."""
         self._look_at(args, kwargs)
-        self._executor.only_find = True
         try:
-            self._call(*args, **kwargs)
-        except Found as found:
-            return found.captured
+            micro_step, inputs = self._traced.find(*args, **kwargs)
         except CaptureError as failure:
             raise_own(self._train_step, args, kwargs, failure)
             raise
-        finally:
-            self._executor.only_find = False
-        raise AssertionError("a traced step ran where it was only to be found")
+        micro_step.captured.remember(inputs)
+        return micro_step.captured
 
     def again(self, parameters: dict[str, torch.Tensor]) -> CapturedStep | None:
         """The last call of this window, traced with gradients for exactly these parameters; None without a call."""

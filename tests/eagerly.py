@@ -11,6 +11,7 @@ from unittest import mock
 
 import gradsync_fx
 from gradsync_fx import api, dispatch
+from gradsync_fx.capture.inquiry import Inquiry, TracedStep
 from gradsync_fx.options import Options
 
 
@@ -25,11 +26,12 @@ def asked() -> bool:
 def eagerly() -> Iterator[None]:
     """Refuses every capture inside, and lets every step run eagerly for it."""
 
-    def traced(*args: Any, **kwargs: Any) -> Any:
-        def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-            raise gradsync_fx.CaptureError("the tests", seen="they ask for an eager run")
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise gradsync_fx.CaptureError("the tests", seen="they ask for an eager run")
 
-        return refuse
+    def traced(*args: Any, **kwargs: Any) -> TracedStep[Any]:
+        refusing = TracedStep[Any](refuse, Inquiry(refuse))
+        return refusing
 
     plain = api.OptimizedStep.__init__
 

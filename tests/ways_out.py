@@ -44,6 +44,9 @@ WAYS_OUT: dict[str, str | Untried] = {
         Untried("no step was found that gets there: a backstop of the trace")
     ),
     "capture/tracer.py:_check call loss.backward() in": STEPS + "backward_is_called",
+    "capture/inquiry.py:Inquiry.ask call loss.backward() in": (
+        "tests/capture/test_inquiry.py::test_what_computes_nothing_is_told_and_the_next_call_runs"
+    ),
     "capture/tracer.py:_check check requires_grad, and": STEPS
     + "the_loss_is_computed_by_the_model",
     "capture/tracer.py:_check build the optimizer from": STEPS

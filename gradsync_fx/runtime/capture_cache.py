@@ -20,14 +20,6 @@ from gradsync_fx.runtime.consistency import Integrity
 from gradsync_fx.runtime.protocol import StepObjects, StepProtocol
 
 
-class Found(Exception):
-    """Ends a call that only asks which capture its arguments lead to: nothing of the step may run."""
-
-    def __init__(self, captured: CapturedStep) -> None:
-        super().__init__()
-        self.captured = captured
-
-
 Retrace = Callable[[dict[str, Any]], CapturedStep | None]
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from gradsync_fx.capture.tracer import Capture
 from gradsync_fx.comm.rendezvous import ACCUMULATE, BOUNDARY
-from gradsync_fx.runtime.capture_cache import Found
 from gradsync_fx.runtime.captured_step import CapturedStep
 from gradsync_fx.runtime.executor import Executor
 from gradsync_fx.runtime.window import NONE
@@ -64,9 +63,6 @@ class MicroStep:
 
     def __call__(self, args: list[Any]) -> Any:
         executor, captured = self.executor, self.captured
-        if executor.only_find:
-            captured.remember(args)
-            raise Found(captured)
         executor.start_call()
         if executor.window.pending == 0 or captured is not executor.catalogue.latest:
             parameters = captured.objects.parameters

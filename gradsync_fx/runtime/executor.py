@@ -61,7 +61,6 @@ class Executor:
         self.catalogue = Catalogue(self.accumulators, self.integrity, simulated)
         self.buffers = ModuleBuffers()
         self.drift = Drift()
-        self.only_find = False
         self.saved: WindowState | None = None
         self.discards = 0
         self.deferred: Sequence[Callable[[], None]] = ()
