@@ -190,7 +190,7 @@ class EagerStep:
         ready: whether this rank can make the update.
         """
         held, part, sums = self.held_by(number), self.part_of_optimizer(number), ending.accumulators
-        names = ending.line.names([n for n in sums.in_window if n in held])
+        names = ending.line.names([n for n in sums.read_in_window() if n in held])
         totals, late = ending.totals(ready=ready, weighs=self.weighs)
         if names and late:
             raise no_call_yet(late)

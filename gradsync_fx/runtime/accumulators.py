@@ -133,9 +133,8 @@ class Accumulators:
             if weight.dtype is not torch.float64 or weight.device != device:
                 self.weights[part] = weight.to(device=device, dtype=torch.float64, copy=True)
 
-    @property
-    def in_window(self) -> dict[str, None]:
-        """The parameters with a term in the open window. Reads weights that nobody looked at yet from their device."""
+    def read_in_window(self) -> dict[str, None]:
+        """The parameters with a term in the open window. Waits for their device where weights were not read yet."""
         for names, weights in self._unread:
             for part, weight in weights.items():
                 before, self._read[part] = self._read[part], float(weight)
@@ -145,16 +144,15 @@ class Accumulators:
         self._unread.clear()
         return self._in_window
 
-    @in_window.setter
-    def in_window(self, names: Collection[str]) -> None:
+    def restore_in_window(self, names: Collection[str]) -> None:
         """As saved, beside the weights that were saved with it."""
         self._unread.clear()
         self._in_window = dict.fromkeys(names)
         self._read = {part: float(weight) for part, weight in self.weights.items()}
 
     def names(self, parts: Collection[int]) -> list[str]:
-        """Parameters of these parts with a term in the open window."""
-        return [name for name in self.in_window if self._part_of[name] in parts]
+        """Parameters of these parts with a term in the open window; waits as `read_in_window` does."""
+        return [name for name in self.read_in_window() if self._part_of[name] in parts]
 
     def added(self, names: Collection[str], *, weighed: bool) -> None:
         """A micro-step put its terms for these parameters in. weighed: unless its weight, added already, is 0."""
@@ -170,7 +168,7 @@ class Accumulators:
         for name in self.names(parts):
             del self._in_window[name]
         self._read.update(dict.fromkeys(parts, 0.0))
-        if not self.in_window:
+        if not self._in_window:
             self._trainable.clear()
 
     def clear(self, parts: Collection[int]) -> None:

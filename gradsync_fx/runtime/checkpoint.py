@@ -21,7 +21,7 @@ def save(executor: Executor) -> dict[str, Any]:
         executor.window,
         {**held.sums, **held.restored},  # loaded ones wait for the first call
         list(held.weights.values()),
-        list(held.in_window),
+        list(held.read_in_window()),
         executor.buffers.own(),
         executor.buffers.fetched,
         executor.buffers.waiting,
@@ -49,7 +49,7 @@ def load(executor: Executor, given: Any) -> None:
     for part, weight in enumerate(saved.weights):
         if part in held.weights:
             held.weights[part] = weight.clone().to(held.weights[part].device)
-    held.in_window = saved.in_window
+    held.restore_in_window(saved.in_window)
     executor.buffers.restore(saved.buffers, saved.buffers_wait, saved.own_buffers)
     executor.window, executor.sync_gradients = saved.window, False
     executor.saved = saved.window

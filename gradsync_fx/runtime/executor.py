@@ -143,7 +143,7 @@ class Executor:
         runs: bool,
     ) -> Meeting:
         """Tells the other ranks where this one stands, and learns it of them."""
-        held = self.accumulators
+        in_window = self.accumulators.read_in_window()
         mine = Position(
             kind=kind,
             runs=runs,
@@ -151,14 +151,14 @@ class Executor:
             pending=after.pending,
             closing=sum(1 << part for part in closing),
             optimizer_step=self.window.optimizer_step,
-            layout=step.layout_for(held.in_window),
-            certain=step.certain(held.in_window, closing),
+            layout=step.layout_for(in_window),
+            certain=step.certain(in_window, closing),
             discards=self.discards,
             settled=step.settled,
             collectives=step.collectives.number,
             bound=step.collectives.bound(closes=bool(closing)) if runs else 0,
             fed=max(part.summed for part in after.parts),
-            weights=weights_of(after, held, weighs=step.weighs),
+            weights=weights_of(after, self.accumulators, weighs=step.weighs),
         )
         with self.integrity.among_ranks(alone=self._line.group is None):
             self.drift.compare(self._line)

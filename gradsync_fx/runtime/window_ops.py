@@ -66,7 +66,8 @@ def discard(executor: Executor) -> None:
     executor.integrity.check("discard", allowed=SUMS)
     executor.integrity.writes(updates=False)
     held = executor.accumulators
-    held.restored, held.in_window = {}, []
+    held.restored = {}
+    held.restore_in_window([])
     held.clear(executor.all_parts)
     executor.discards += 1
     executor.window = executor.window.closed(executor.all_parts, updated=False)
