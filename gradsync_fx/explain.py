@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from gradsync_fx._torch import FakeStore
-from gradsync_fx.api import OptimizedStep
 from gradsync_fx.capture.meta_tensors import stand_ins
 from gradsync_fx.comm.liveness import in_job
 from gradsync_fx.errors import OptionError, WindowError
 from gradsync_fx.inspection.costs import PRESETS, Hardware, find_hardware
 from gradsync_fx.inspection.report import Report
+from gradsync_fx.optimized_step import OptimizedStep
 from gradsync_fx.options import Options
 
 

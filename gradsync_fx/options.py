@@ -1,4 +1,4 @@
-"""One frozen `Options`: every knob of `optimize`, checked on construction, unknown names refused."""
+"""One frozen `Options`: every argument of `optimize`, checked on construction, unknown names refused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 from torch.distributed import ProcessGroup
@@ -16,39 +16,47 @@ from gradsync_fx.errors import OptionError
 
 
 MANUAL = "manual"
-REDUCTIONS = ("mean", "sum", "weighted")
-BROADCASTS = ("window_start", "never", "every")
+Steps = int | Literal["manual"] | Mapping[Optimizer, int]
+Reduction = Literal["mean", "sum", "weighted"]
+Broadcasts = Literal["window_start", "never", "every"]
+Unsupported = Literal["error", "eager"]
+REDUCTIONS: tuple[str, ...] = get_args(Reduction)
+BROADCASTS: tuple[str, ...] = get_args(Broadcasts)
 # What makes a program faster and not another one (lower.py, shareable.py, compile_lock.py).
-LEVERS = ("overlap", "in_place", "shared_memory", "products", "updates", "shared_compile")
+Optimization = Literal[
+    "overlap", "in_place", "shared_memory", "products", "updates", "shared_compile"
+]
+LEVERS: tuple[str, ...] = get_args(Optimization)
+Backend = str | Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """What `gradsync_fx.optimize` takes, with its defaults; see there for the meaning of each."""
 
-    gradient_accumulation_steps: int | str | Mapping[Optimizer, int] = 1
-    reduction: str = "mean"
+    gradient_accumulation_steps: Steps = 1
+    reduction: Reduction = "mean"
     process_group: ProcessGroup | None = None
     sync_each_batch: bool = False
     bucket_cap_mb: float = 25.0
     accumulator_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
-    broadcast_buffers: str = "window_start"
-    on_unsupported: str = "error"
+    broadcast_buffers: Broadcasts = "window_start"
+    on_unsupported: Unsupported = "error"
     skip_nonfinite: bool = False
     rank_timeout: float | None = None
     self_check: bool = False
-    backend: str | Callable[..., Any] = "inductor"
+    backend: Backend = "inductor"
     mode: str | None = None
     dynamic: bool | None = None
     options: Mapping[str, Any] | None = None
-    without: Collection[str] = ()
+    without: Collection[Optimization] = ()
 
     def __post_init__(self) -> None:
         check_steps(self.gradient_accumulation_steps)
         _one_of("reduction", self.reduction, REDUCTIONS)
         _one_of("broadcast_buffers", self.broadcast_buffers, BROADCASTS)
-        _one_of("on_unsupported", self.on_unsupported, ("error", "eager"))
+        _one_of("on_unsupported", self.on_unsupported, get_args(Unsupported))
         for name in ("sync_each_batch", "skip_nonfinite", "self_check"):
             if not isinstance(getattr(self, name), bool):
                 raise _bad(name, getattr(self, name), "True or False")
@@ -116,6 +124,28 @@ class Options:
     def bucket_bytes(self) -> int:
         """Cap of one all-reduce, in bytes."""
         return int(self.bucket_cap_mb * 1024 * 1024)
+
+
+class BackendOptions(TypedDict, total=False):
+    """The same as a dict: what `torch.compile(train_step, backend="gradsync", options={...})` takes."""
+
+    gradient_accumulation_steps: Steps
+    reduction: Reduction
+    process_group: ProcessGroup | None
+    sync_each_batch: bool
+    bucket_cap_mb: float
+    accumulator_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    broadcast_buffers: Broadcasts
+    on_unsupported: Unsupported
+    skip_nonfinite: bool
+    rank_timeout: float | None
+    self_check: bool
+    backend: Backend
+    mode: str | None
+    dynamic: bool | None
+    options: Mapping[str, Any] | None
+    without: Collection[Optimization]
 
 
 def check_steps(given: object) -> None:

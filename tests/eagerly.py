@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from unittest import mock
 
 import gradsync_fx
-from gradsync_fx import api, dispatch
+from gradsync_fx import dispatch
 from gradsync_fx.capture.inquiry import Inquiry, TracedStep
 from gradsync_fx.options import Options
 
@@ -33,14 +33,14 @@ def eagerly() -> Iterator[None]:
         refusing = TracedStep[Any](refuse, Inquiry(refuse))
         return refusing
 
-    plain = api.OptimizedStep.__init__
+    plain = gradsync_fx.OptimizedStep.__init__
 
     def init(self: Any, step: Any, options: Options, *args: Any, **kwargs: Any) -> None:
         plain(self, step, replace(options, on_unsupported="eager"), *args, **kwargs)
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(dispatch, "traced", traced))
-        stack.enter_context(mock.patch.object(api.OptimizedStep, "__init__", init))
+        stack.enter_context(mock.patch.object(gradsync_fx.OptimizedStep, "__init__", init))
         yield
 
 

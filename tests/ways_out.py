@@ -33,7 +33,7 @@ WAYS_OUT: dict[str, str | Untried] = {
     + "hyper_parameters_are_set_ahead_or_by_a_scheduler",
     "capture/handlers.py:_weigh add the weights up first": STEPS
     + "weights_are_added_up_and_are_one_number",
-    "api.py:OptimizedStep.__init__ make a step for each thr": (
+    "optimized_step.py:OptimizedStep.__init__ make a step for each thr": (
         "tests/test_threads.py::test_two_steps_in_two_threads"
     ),
     "backend.py:window compile the whole traini": WINDOWS + "the_backend_of_a_backend",

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from transformers import Trainer
 
-from gradsync_fx.api import OptimizedStep, optimize
+from gradsync_fx.api import optimize
 from gradsync_fx.errors import GradSyncWarning, OptionError
+from gradsync_fx.optimized_step import OptimizedStep
 
 
 _DECIDED = ("gradient_accumulation_steps", "reduction")

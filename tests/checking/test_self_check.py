@@ -133,7 +133,9 @@ def test_the_option_checks_ahead_of_the_first_call() -> None:
     model = mlp()
     optimizer = sgd(model)
     step = quick(plain_step, 2, self_check=True)
-    with mock.patch.object(gradsync_fx.api, "check", wraps=gradsync_fx.api.check) as checks:
+    with mock.patch.object(
+        gradsync_fx.optimized_step, "check", wraps=gradsync_fx.optimized_step.check
+    ) as checks:
         for _ in range(3):
             step(model, optimizer, *batch())
     assert checks.call_count == 1

@@ -13,11 +13,11 @@ from torch._inductor import config as inductor_config
 from torch._inductor.graph import GraphLowering
 from torch.fx import GraphModule, Node
 
-from gradsync_fx.api import OptimizedStep
 from gradsync_fx.comm.inplace_all_reduce import START_SUMS, WAIT_SUMS
 from gradsync_fx.ir.ops import ALL_REDUCE, WAIT
 from gradsync_fx.ir.program import Program
 from gradsync_fx.lowering.lower import lower
+from gradsync_fx.optimized_step import OptimizedStep
 from gradsync_fx.options import Options
 from gradsync_fx.passes.fuse import ADD_PRODUCT, add_products
 from gradsync_fx.passes.inline import copy_module
