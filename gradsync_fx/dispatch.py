@@ -6,6 +6,7 @@ arguments -> EagerWindow                        after a `CaptureError`, with on_
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -38,7 +39,10 @@ class Dispatch:
         options = executor.options
         self._executor, self._demand = executor, Demand()
         self._captured = CapturedWindow(executor)
-        executor.catalogue.retrace = self.again
+        again = weakref.WeakMethod(self.again)  # the executor is known when the step is gone
+        executor.catalogue.retrace = lambda parameters: (
+            found(parameters) if (found := again()) else None
+        )
         self._train_step = train_step
         self._last: tuple[Any, Any] | None = None
         self.eager: EagerWindow | None = None

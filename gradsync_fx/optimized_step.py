@@ -24,6 +24,7 @@ from gradsync_fx.inspection.uncaptured import describe_eager
 from gradsync_fx.lowering.artifacts import artifact
 from gradsync_fx.options import Options
 from gradsync_fx.runtime.atomic_files import Place
+from gradsync_fx.runtime.bound_steps import bound_step
 from gradsync_fx.runtime.checkpoint import load, load_file, save, save_file
 from gradsync_fx.runtime.executor import Executor
 from gradsync_fx.runtime.refusals import no_copies
@@ -80,13 +81,19 @@ class OptimizedStep(Generic[P, R]):
         self: OptimizedStep[Concatenate[Any, Q], R], instance: object, owner: type | None = None
     ) -> OptimizedStep[Q, R]: ...
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """As a decorated method: each object has a step, and a window, of its own."""
-        if instance is None:
+        """As a decorated method: each object has a step, and a window, of its own.
+
+        Raises `WindowError` for objects that cannot hold one, having `__slots__` and no `__dict__`.
+        """
+        bind = getattr(type(self._train_step), "__get__", None)
+        if instance is None or bind is None:
             return self
-        method: Any = self._train_step
-        bound = OptimizedStep[Any, Any](method.__get__(instance, owner), self._executor.options)
-        instance.__dict__[self._name] = bound
-        return bound
+        method = bind(self._train_step, instance, owner)
+        if method == self._train_step:  # another object's by now
+            return self
+        return bound_step(
+            self, self._name, instance, lambda: type(self)(method, self._executor.options)
+        )
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """One micro-step, with the arguments of the step; every k-th call of a window is the boundary.
