@@ -12,6 +12,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from gradsync_fx._torch import inductor_config, list_mode_options
 from gradsync_fx.errors import OptionError
 
 
@@ -28,6 +29,9 @@ Optimization = Literal[
 ]
 LEVERS: tuple[str, ...] = get_args(Optimization)
 Backend = str | Callable[..., Any]
+OURS = "gradsync"  # the backend for torch.compile: what lowers programs is another
+# Names that need no look at the list of torch's, which imports all of them.
+USUAL = ("inductor", "aot_eager", "eager")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +79,10 @@ class Options:
         left_out = self.without
         if isinstance(left_out, str) or not set(left_out) <= set(LEVERS):
             raise _bad("without", left_out, "a collection of names: " + ", ".join(LEVERS))
-        if not callable(self.backend) and not isinstance(self.backend, str):
-            raise _bad("backend", self.backend, "a name or a callable (GraphModule, inputs)")
+        if self.dynamic is not None and not isinstance(self.dynamic, bool):
+            raise _bad("dynamic", self.dynamic, "None, True or False")
+        _check_backend(self.backend)
+        _check_inductors(self.backend, self.mode, self.options)
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Options:
@@ -161,6 +167,49 @@ def check_steps(given: object) -> None:
             return
     if given != MANUAL and not _is_count(given):
         raise _bad(name, given, "an integer of at least 1, 'manual', or a mapping from optimizers")
+
+
+def _check_backend(backend: object) -> None:
+    if callable(backend) or isinstance(backend, str) and backend in USUAL:
+        return
+    if not isinstance(backend, str):
+        raise _bad("backend", backend, "a name or a callable (GraphModule, inputs)")
+    known = [name for name in torch.compiler.list_backends(()) if name != OURS]
+    if backend not in known:
+        near = difflib.get_close_matches(backend, known, n=1)
+        raise OptionError(
+            "argument 'backend'",
+            seen=f"{backend!r}, which is {'this package' if backend == OURS else 'no backend that torch knows'}",
+            wanted=f"what lowers the programs: a callable, or one of {', '.join(known)}",
+            fix=f"did you mean {near[0]!r}?" if near else 'leave it out for "inductor"',
+        )
+
+
+def _check_inductors(backend: object, mode: object, options: object) -> None:
+    """What only Inductor reads."""
+    if mode is not None and mode not in list_mode_options():
+        raise _bad("mode", mode, "None or one of " + ", ".join(map(repr, list_mode_options())))
+    if options is not None and not isinstance(options, Mapping):
+        raise _bad("options", options, "None or a mapping from names of Inductor's settings")
+    given = {"mode": mode if mode != "default" else None, "options": options or None}
+    for name, value in given.items():
+        if value is not None and backend != "inductor":
+            raise OptionError(
+                f"arguments 'backend' and {name!r}",
+                seen=f"{name}={value!r} with backend={backend!r}, which does not read it",
+                wanted=f'{name} with backend="inductor" only',
+                fix="leave one of them out",
+            )
+    settings = inductor_config.get_config_copy() if options else {}
+    for name in options or ():
+        if str(name).replace("-", "_") not in settings:
+            near = difflib.get_close_matches(str(name), settings, n=1)
+            raise OptionError(
+                "argument 'options'",
+                seen=f"{name!r}, which Inductor has no setting for",
+                wanted="names of torch._inductor.config",
+                fix=f"did you mean {near[0]!r}?" if near else "leave it out",
+            )
 
 
 def _is_count(k: object) -> bool:

@@ -33,6 +33,15 @@ WAYS_OUT: dict[str, str | Untried] = {
     + "hyper_parameters_are_set_ahead_or_by_a_scheduler",
     "capture/handlers.py:_weigh add the weights up first": STEPS
     + "weights_are_added_up_and_are_one_number",
+    'options.py:_check_backend leave it out for "induct': (
+        "tests/test_options.py::test_this_package_lowers_no_programs"
+    ),
+    "options.py:_check_inductors leave one of them out": (
+        "tests/test_options.py::test_what_only_inductor_reads_is_refused_beside_another"
+    ),
+    "options.py:_check_inductors leave it outdid you mean": (
+        "tests/test_options.py::test_a_setting_that_inductor_does_not_have"
+    ),
     "runtime/bound_steps.py:bound_step add '__dict__' to its __": (
         "tests/test_methods.py::test_objects_with_slots"
     ),
