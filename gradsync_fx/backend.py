@@ -39,6 +39,10 @@ class BackendStep(OptimizedStep[..., Any]):
         super().__init__(train_step, options)
         self._plain: Callable[..., Any] | None = None
 
+    def __repr__(self) -> str:
+        whole = super().__repr__()
+        return whole if self._plain is None else f"<{self._name}, no training step: by Inductor>"
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One micro-step; or the function compiled by Inductor, where nothing in it calls `backward`."""
         if self._plain is not None:

@@ -59,6 +59,12 @@ class Dispatch:
             at_end=self.at_end,
         )
 
+    def __str__(self) -> str:
+        """How the step runs, for people."""
+        if self.eager is not None:
+            return f"runs eagerly, as it cannot be captured ({self.eager.why.culprit})"
+        return "captured" if self._executor.catalogue.captures else "not captured yet"
+
     def call(self, args: Any, kwargs: Any) -> Any:
         """One micro-step: captured, or eagerly where that cannot be and the options allow it."""
         if self.eager is not None:

@@ -218,6 +218,15 @@ class OptimizedStep(Generic[P, R]):
         with self._one_thread.held():
             discard(self._executor)
 
+    def __repr__(self) -> str:
+        window, given = self._executor.window, self._executor.options.gradient_accumulation_steps
+        k: object = given
+        if isinstance(given, Mapping):
+            k = ", ".join(f"{n} for {type(o).__name__}" for o, n in given.items())
+        named = getattr(self, "__qualname__", self._name)
+        so_far = f"{window.pending} micro-steps pending, {window.optimizer_step} updates"
+        return f"<{type(self).__name__} {named}: k={k}, {self._dispatch}, {so_far}>"
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise no_copies()
 
