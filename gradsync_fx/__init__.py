@@ -2,6 +2,7 @@
 
 from gradsync_fx.api import optimize
 from gradsync_fx.backend import window
+from gradsync_fx.calibration import calibrate
 from gradsync_fx.capture.markers import micro_batch_weight
 from gradsync_fx.diagnose import diagnose
 from gradsync_fx.errors import (
@@ -25,7 +26,7 @@ from gradsync_fx.errors import (
     VersionError,
     WindowError,
 )
-from gradsync_fx.explain import calibrate, explain
+from gradsync_fx.explanation import explain
 from gradsync_fx.optimized_step import OptimizedStep
 from gradsync_fx.options import BackendOptions
 from gradsync_fx.version import VERSION

@@ -21,7 +21,8 @@ DOORS = {
     "optimized_step",
     "dispatch",
     "backend",
-    "explain",
+    "explanation",
+    "calibration",
     "diagnose",
 }
 # The rules: what each folder may import beside itself and the ground, in the order of the work.

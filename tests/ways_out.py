@@ -125,8 +125,8 @@ WAYS_OUT: dict[str, str | Untried] = {
         WINDOWS + "windows_of_two_optimizers_reach_both_in_every_call"
     ),
     "eager/window.py:_MicroStep._weight call it with the number": STEPS + "the_weight_is_said",
-    "explain.py:explain leave it out for the ran": WINDOWS + "arguments_of_explain",
-    "explain.py:calibrate call step.flush() first,": WINDOWS + "a_calibration_between_windows",
+    "explanation.py:explain leave it out for the ran": WINDOWS + "arguments_of_explain",
+    "calibration.py:calibrate call step.flush() first,": WINDOWS + "a_calibration_between_windows",
     'capture/explained.py:explained pass on_unsupported="eag': (
         STEPS + "an_untraceable_line_is_left_out_or_the_step_runs_eagerly"
     ),

@@ -1,85 +1,30 @@
-"""`explain`: what would become of a step at any number of ranks, running nothing; `calibrate` for its model."""
+"""`calibrate`: the three numbers of this machine that the report's estimate goes by."""
 
 from __future__ import annotations
 
-import inspect
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from gradsync_fx._torch import FakeStore
-from gradsync_fx.capture.meta_tensors import stand_ins
 from gradsync_fx.comm.liveness import in_job
-from gradsync_fx.errors import OptionError, WindowError
-from gradsync_fx.inspection.costs import PRESETS, Hardware, find_hardware
-from gradsync_fx.inspection.report import Report
+from gradsync_fx.errors import WindowError
+from gradsync_fx.inspection.costs import PRESETS, Hardware
 from gradsync_fx.optimized_step import OptimizedStep
-from gradsync_fx.options import Options
 
 
 SIZES = (1_000, 30_000, 1_000_000, 4_000_000)  # float32 elements of a trial all-reduce
 REPEATS = 5
 
 
-def explain(
-    train_step: Callable[..., Any],
-    *args: Any,
-    world_size: int | None = None,
-    hardware: str | Hardware = "laptop",
-    **kwargs: Any,
-) -> Report:
-    """The report of a step that is captured with these arguments, and not run.
-
-    Keyword arguments that `optimize` knows are options of it, all others go to the step. world_size: ranks to plan for;
-    more than the job has are simulated, without a launch. hardware: a preset's name, or a `Hardware`, for the estimate.
-    Parameters and data may lie on the meta device: nothing is allocated then. Raises what `optimize` and the first
-    call of the step raise, and `OptionError` for a world size below 1.
-    """
-    find_hardware(hardware)
-    if world_size is not None and (isinstance(world_size, bool) or world_size < 1):
-        raise OptionError(
-            "argument 'world_size'",
-            seen=repr(world_size),
-            wanted="a number of ranks, at least 1",
-            fix="leave it out for the ranks of this job",
-        )
-    known = {f.name for f in fields(Options)}
-    options = Options.of({name: v for name, v in kwargs.items() if name in known})
-    rest = {name: v for name, v in kwargs.items() if name not in known}
-    plain = inspect.unwrap(train_step) if isinstance(train_step, OptimizedStep) else train_step
-    _, here = in_job(options.process_group) or (0, 1)
-    ranks = world_size or here
-    with _ranks_at_hand(ranks), stand_ins(plain, args, rest) as (given, named):
-        step = OptimizedStep(plain, options, simulated=ranks)
-        step.capture(*given, **named)
-        return step.report(hardware)
-
-
-@contextmanager
-def _ranks_at_hand(ranks: int) -> Iterator[None]:
-    """A default group of that size, of torch's fake kind, where the job has none: for collectives in the step."""
-    if ranks < 2 or not dist.is_available() or dist.is_initialized():
-        yield
-        return
-    hook = sys.excepthook  # torch puts its own in front, for the ranks of a real job
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        sys.excepthook = hook
-
-
 def calibrate(
-    step: OptimizedStep, *args: Any, process_group: ProcessGroup | None = None, **kwargs: Any
+    step: OptimizedStep[..., Any],
+    *args: Any,
+    process_group: ProcessGroup | None = None,
+    **kwargs: Any,
 ) -> Hardware:
     """Measures this machine for the estimate: a few all-reduces, and a few accumulate calls of `step`.
 
@@ -88,6 +33,10 @@ def calibrate(
     advance. Every rank calls it. Raises `WindowError` inside a window, or where k is 1.
 
     Returns latency (s), bandwidth (bytes/s) and FLOP/s as reached here.
+
+    >>> here = gradsync_fx.calibrate(step, model, optimizer, x, y)
+    >>> here.flops > 0
+    True
     """
     executor = step._executor
     if step.pending or any(k == 1 for k in executor.options.steps):
