@@ -1,7 +1,8 @@
 """Gradient accumulation under data parallelism, in the compiler: a plain train step in, two programs out."""
 
-from gradsync_fx.api import OptimizedStep, optimize
+from gradsync_fx.api import optimize
 from gradsync_fx.backend import window
+from gradsync_fx.calibration import calibrate
 from gradsync_fx.capture.markers import micro_batch_weight
 from gradsync_fx.diagnose import diagnose
 from gradsync_fx.errors import (
@@ -25,13 +26,16 @@ from gradsync_fx.errors import (
     VersionError,
     WindowError,
 )
-from gradsync_fx.explain import calibrate, explain
+from gradsync_fx.explanation import explain
+from gradsync_fx.optimized_step import OptimizedStep
+from gradsync_fx.options import BackendOptions
 from gradsync_fx.version import VERSION
 
 
 __version__ = VERSION
 
 __all__ = [
+    "BackendOptions",
     "CaptureError",
     "ForeignParameterError",
     "GradSyncError",

@@ -14,28 +14,34 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 from unittest import mock
 
 import torch
 from torch import nn
 
 from gradsync_fx._torch import compile_fx, dynamo, dynamo_backends, dynamo_compilers, lookup_backend
-from gradsync_fx.api import OptimizedStep
 from gradsync_fx.errors import NoBackwardError, OptionError, WindowError
+from gradsync_fx.optimized_step import OptimizedStep
 from gradsync_fx.options import Options
 from gradsync_fx.user_lines import warn_user
 
 
 NAME = "gradsync"
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-class BackendStep(OptimizedStep):
+class BackendStep(OptimizedStep[..., Any]):
     """What `torch.compile` returns with this backend: an `OptimizedStep`, or plain Inductor where there is no step."""
 
     def __init__(self, train_step: Callable[..., Any], options: Options) -> None:
         super().__init__(train_step, options)
         self._plain: Callable[..., Any] | None = None
+
+    def __repr__(self) -> str:
+        whole = super().__repr__()
+        return whole if self._plain is None else f"<{self._name}, no training step: by Inductor>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One micro-step; or the function compiled by Inductor, where nothing in it calls `backward`."""
@@ -50,10 +56,16 @@ class BackendStep(OptimizedStep):
         return self._plain(*args, **kwargs)
 
 
-def window(compiled: Any) -> OptimizedStep:
+def window(compiled: Callable[P, R]) -> OptimizedStep[P, R]:
     """The window controls (`flush`, `skip`, ...) of what `torch.compile(..., backend="gradsync")` returned.
 
     What `gradsync_fx.optimize` returned has its own, and is given back. Raises `WindowError` for anything else.
+
+    >>> options: gradsync_fx.BackendOptions = {"gradient_accumulation_steps": 2}
+    >>> compiled = torch.compile(train_step, backend="gradsync", options=options)
+    >>> loss = compiled(model, optimizer, x, y)
+    >>> gradsync_fx.window(compiled).pending
+    1
     """
     if isinstance(compiled, OptimizedStep):
         return compiled

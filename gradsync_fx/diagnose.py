@@ -27,8 +27,10 @@ def diagnose(
     For eager loops with plain DDP and `no_sync`, or with Accelerate's `accumulate`; not for a step that `optimize`
     made, nor for one under `torch.compile` or FSDP.
 
-        batches = list(itertools.islice(loader, 8))                    # two windows of four
-        print(gradsync_fx.diagnose(train, ddp, optimizer, batches, micro_steps=4))
+    >>> batches = [(x, y)] * 4  # two windows of two
+    >>> print(gradsync_fx.diagnose(train, model, optimizer, batches, micro_steps=2))
+    warning loss-never-divided
+    ...
 
     fn: your own loop, over a few batches: a whole number of windows and at least two, so `2 * micro_steps`
         micro-steps or more. A micro-step is one `backward`. It trains for real: weights change as they do without us.

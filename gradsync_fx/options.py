@@ -1,4 +1,4 @@
-"""One frozen `Options`: every knob of `optimize`, checked on construction, unknown names refused."""
+"""One frozen `Options`: every argument of `optimize`, checked on construction, unknown names refused."""
 
 from __future__ import annotations
 
@@ -6,49 +6,61 @@ import difflib
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from gradsync_fx._torch import inductor_config, list_mode_options
 from gradsync_fx.errors import OptionError
 
 
 MANUAL = "manual"
-REDUCTIONS = ("mean", "sum", "weighted")
-BROADCASTS = ("window_start", "never", "every")
+Steps = int | Literal["manual"] | Mapping[Optimizer, int]
+Reduction = Literal["mean", "sum", "weighted"]
+Broadcasts = Literal["window_start", "never", "every"]
+Unsupported = Literal["error", "eager"]
+REDUCTIONS: tuple[str, ...] = get_args(Reduction)
+BROADCASTS: tuple[str, ...] = get_args(Broadcasts)
 # What makes a program faster and not another one (lower.py, shareable.py, compile_lock.py).
-LEVERS = ("overlap", "in_place", "shared_memory", "products", "updates", "shared_compile")
+Optimization = Literal[
+    "overlap", "in_place", "shared_memory", "products", "updates", "shared_compile"
+]
+LEVERS: tuple[str, ...] = get_args(Optimization)
+Backend = str | Callable[..., Any]
+OURS = "gradsync"  # the backend for torch.compile: what lowers programs is another
+# Names that need no look at the list of torch's, which imports all of them.
+USUAL = ("inductor", "aot_eager", "eager")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """What `gradsync_fx.optimize` takes, with its defaults; see there for the meaning of each."""
 
-    gradient_accumulation_steps: int | str | Mapping[Optimizer, int] = 1
-    reduction: str = "mean"
+    gradient_accumulation_steps: Steps = 1
+    reduction: Reduction = "mean"
     process_group: ProcessGroup | None = None
     sync_each_batch: bool = False
     bucket_cap_mb: float = 25.0
     accumulator_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
-    broadcast_buffers: str = "window_start"
-    on_unsupported: str = "error"
+    broadcast_buffers: Broadcasts = "window_start"
+    on_unsupported: Unsupported = "error"
     skip_nonfinite: bool = False
     rank_timeout: float | None = None
     self_check: bool = False
-    backend: str | Callable[..., Any] = "inductor"
+    backend: Backend = "inductor"
     mode: str | None = None
     dynamic: bool | None = None
     options: Mapping[str, Any] | None = None
-    without: Collection[str] = ()
+    without: Collection[Optimization] = ()
 
     def __post_init__(self) -> None:
         check_steps(self.gradient_accumulation_steps)
         _one_of("reduction", self.reduction, REDUCTIONS)
         _one_of("broadcast_buffers", self.broadcast_buffers, BROADCASTS)
-        _one_of("on_unsupported", self.on_unsupported, ("error", "eager"))
+        _one_of("on_unsupported", self.on_unsupported, get_args(Unsupported))
         for name in ("sync_each_batch", "skip_nonfinite", "self_check"):
             if not isinstance(getattr(self, name), bool):
                 raise _bad(name, getattr(self, name), "True or False")
@@ -67,8 +79,10 @@ class Options:
         left_out = self.without
         if isinstance(left_out, str) or not set(left_out) <= set(LEVERS):
             raise _bad("without", left_out, "a collection of names: " + ", ".join(LEVERS))
-        if not callable(self.backend) and not isinstance(self.backend, str):
-            raise _bad("backend", self.backend, "a name or a callable (GraphModule, inputs)")
+        if self.dynamic is not None and not isinstance(self.dynamic, bool):
+            raise _bad("dynamic", self.dynamic, "None, True or False")
+        _check_backend(self.backend)
+        _check_inductors(self.backend, self.mode, self.options)
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Options:
@@ -118,6 +132,28 @@ class Options:
         return int(self.bucket_cap_mb * 1024 * 1024)
 
 
+class BackendOptions(TypedDict, total=False):
+    """The same as a dict: what `torch.compile(train_step, backend="gradsync", options={...})` takes."""
+
+    gradient_accumulation_steps: Steps
+    reduction: Reduction
+    process_group: ProcessGroup | None
+    sync_each_batch: bool
+    bucket_cap_mb: float
+    accumulator_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    broadcast_buffers: Broadcasts
+    on_unsupported: Unsupported
+    skip_nonfinite: bool
+    rank_timeout: float | None
+    self_check: bool
+    backend: Backend
+    mode: str | None
+    dynamic: bool | None
+    options: Mapping[str, Any] | None
+    without: Collection[Optimization]
+
+
 def check_steps(given: object) -> None:
     """Raises `OptionError` unless given an integer of at least 1, "manual", or a mapping from optimizers to those."""
     name = "gradient_accumulation_steps"
@@ -131,6 +167,49 @@ def check_steps(given: object) -> None:
             return
     if given != MANUAL and not _is_count(given):
         raise _bad(name, given, "an integer of at least 1, 'manual', or a mapping from optimizers")
+
+
+def _check_backend(backend: object) -> None:
+    if callable(backend) or isinstance(backend, str) and backend in USUAL:
+        return
+    if not isinstance(backend, str):
+        raise _bad("backend", backend, "a name or a callable (GraphModule, inputs)")
+    known = [name for name in torch.compiler.list_backends(()) if name != OURS]
+    if backend not in known:
+        near = difflib.get_close_matches(backend, known, n=1)
+        raise OptionError(
+            "argument 'backend'",
+            seen=f"{backend!r}, which is {'this package' if backend == OURS else 'no backend that torch knows'}",
+            wanted=f"what lowers the programs: a callable, or one of {', '.join(known)}",
+            fix=f"did you mean {near[0]!r}?" if near else 'leave it out for "inductor"',
+        )
+
+
+def _check_inductors(backend: object, mode: object, options: object) -> None:
+    """What only Inductor reads."""
+    if mode is not None and mode not in list_mode_options():
+        raise _bad("mode", mode, "None or one of " + ", ".join(map(repr, list_mode_options())))
+    if options is not None and not isinstance(options, Mapping):
+        raise _bad("options", options, "None or a mapping from names of Inductor's settings")
+    given = {"mode": mode if mode != "default" else None, "options": options or None}
+    for name, value in given.items():
+        if value is not None and backend != "inductor":
+            raise OptionError(
+                f"arguments 'backend' and {name!r}",
+                seen=f"{name}={value!r} with backend={backend!r}, which does not read it",
+                wanted=f'{name} with backend="inductor" only',
+                fix="leave one of them out",
+            )
+    settings = inductor_config.get_config_copy() if options else {}
+    for name in options or ():
+        if str(name).replace("-", "_") not in settings:
+            near = difflib.get_close_matches(str(name), settings, n=1)
+            raise OptionError(
+                "argument 'options'",
+                seen=f"{name!r}, which Inductor has no setting for",
+                wanted="names of torch._inductor.config",
+                fix=f"did you mean {near[0]!r}?" if near else "leave it out",
+            )
 
 
 def _is_count(k: object) -> bool:

@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 from unittest import mock
 
 import gradsync_fx
-from gradsync_fx import api
+from gradsync_fx import dispatch
+from gradsync_fx.capture.inquiry import Inquiry, TracedStep
 from gradsync_fx.options import Options
 
 
@@ -25,20 +26,21 @@ def asked() -> bool:
 def eagerly() -> Iterator[None]:
     """Refuses every capture inside, and lets every step run eagerly for it."""
 
-    def traced(*args: Any, **kwargs: Any) -> Any:
-        def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-            raise gradsync_fx.CaptureError("the tests", seen="they ask for an eager run")
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise gradsync_fx.CaptureError("the tests", seen="they ask for an eager run")
 
-        return refuse
+    def traced(*args: Any, **kwargs: Any) -> TracedStep[Any]:
+        refusing = TracedStep[Any](refuse, Inquiry(refuse))
+        return refusing
 
-    plain = api.OptimizedStep.__init__
+    plain = gradsync_fx.OptimizedStep.__init__
 
     def init(self: Any, step: Any, options: Options, *args: Any, **kwargs: Any) -> None:
         plain(self, step, replace(options, on_unsupported="eager"), *args, **kwargs)
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(api, "traced", traced))
-        stack.enter_context(mock.patch.object(api.OptimizedStep, "__init__", init))
+        stack.enter_context(mock.patch.object(dispatch, "traced", traced))
+        stack.enter_context(mock.patch.object(gradsync_fx.OptimizedStep, "__init__", init))
         yield
 
 

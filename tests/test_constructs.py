@@ -120,7 +120,7 @@ def run_eagerly(found: Row, *, refuse: bool = True) -> tuple[gradsync_fx.Optimiz
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.filterwarnings("ignore", "the step runs eagerly")
         if refuse:
-            patch.setattr(gradsync_fx.api, "traced", lambda *args, **kwargs: _refused)
+            patch.setattr(gradsync_fx.dispatch, "traced", lambda *args, **kwargs: _refused)
         return run(found, on_unsupported="eager")
 
 

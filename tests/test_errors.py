@@ -254,10 +254,12 @@ def test_a_program_that_breaks_its_specification() -> None:
     """The whole step, with its markers, passed off as an accumulate program."""
     step = quick(plain_step, 2)
     step(*arguments())
-    captured = step._executor.captures[0]
-    draft = Draft.copy_of("accumulate", captured.capture.step, captured.capture.fake_mode)
+    captured = step._executor.catalogue.captures[0]
+    draft = Draft.copy_of(
+        "accumulate", captured.facts.capture.step, captured.facts.capture.fake_mode
+    )
     with pytest.raises(VerificationError, match="accumulate program") as caught:
-        verify(draft.finish(), captured.plan, tail=False)
+        verify(draft.finish(), captured.programs.plan, tail=False)
     assert "marker" in caught.value.seen
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,9 @@ def test_the_flag_alternates_and_nothing_is_compiled_again() -> None:
     model = mlp()
     other = copy.deepcopy(model)
     optimizer, theirs = (torch.optim.AdamW(m.parameters(), 1e-2) for m in (model, other))
-    step = gradsync_fx.optimize(flagged, gradient_accumulation_steps="manual", backend="aot_eager")
+    step: Any = gradsync_fx.optimize(
+        flagged, gradient_accumulation_steps="manual", backend="aot_eager"
+    )
     for n, length in enumerate((3, 2, 1, 4, 2)):
         (window,) = regression(1, length, seed=n)
         for i, batch in enumerate(window):
@@ -55,7 +58,9 @@ def test_the_flag_alternates_and_nothing_is_compiled_again() -> None:
 def test_flush_before_any_update_was_seen() -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = gradsync_fx.optimize(flagged, gradient_accumulation_steps="manual", backend="aot_eager")
+    step: Any = gradsync_fx.optimize(
+        flagged, gradient_accumulation_steps="manual", backend="aot_eager"
+    )
     (batch,) = regression(1, 1)[0]
     step(model, optimizer, *batch, False)
     with pytest.raises(gradsync_fx.WindowError, match="nothing yet that reaches an update"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +43,7 @@ class Rules:
     """k, and how a window's gradients combine."""
 
     k: int
-    reduction: str = "mean"
+    reduction: Literal["mean", "sum", "weighted"] = "mean"
     skip_nonfinite: bool = False
 
     def weight(self, slot: Slot) -> float:

@@ -34,8 +34,8 @@ STAGES = {
     "gradsync_fx.capture.tracer:_capture": "capture",
     "gradsync_fx.runtime.capture_cache:Catalogue.admit": "analysis",
     "gradsync_fx.optim.binding:trace_update": "torch",
-    "gradsync_fx.runtime.captured_step:build": "passes",
-    "gradsync_fx.api:describe": "report",
+    "gradsync_fx.runtime.program_cache:build": "passes",
+    "gradsync_fx.optimized_step:describe": "report",
 }
 OWN = ("capture", "analysis", "passes")
 

@@ -41,14 +41,14 @@ def one(layers: int, calls: int, backend: str) -> dict[str, Any]:
     x, y = torch.randn(4, 8), torch.randn(4, 8)
     for _ in range(20):
         step(model, optimizer, x, y)
-    (captured,) = step._executor.captures
+    (captured,) = step._executor.catalogue.captures
     whole, inside = [], []
     for _ in range(calls):
-        _, before = captured.measured["accumulate"]
+        _, before = captured.runner.measured["accumulate"]
         start = time.perf_counter()
         step(model, optimizer, x, y)
         whole.append(time.perf_counter() - start)
-        inside.append(captured.measured["accumulate"][1] - before)
+        inside.append(captured.runner.measured["accumulate"][1] - before)
     step.discard()
     around = [w - i for w, i in zip(whole, inside, strict=True)]
     return {

@@ -25,6 +25,16 @@ def micro_batch_weight(weight: float | torch.Tensor) -> None:
     With `reduction="weighted"` the window's gradient is sum(w g) / sum(w) over its micro-steps and all ranks. weight:
     a number, or a tensor of one element of any real dtype; not negative. Call it once in each call of the step, at
     any place in it. In a step that runs without gradsync_fx it does nothing.
+
+    >>> def train_step(model, optimizer, x, y):
+    ...     gradsync_fx.micro_batch_weight(x.shape[0])
+    ...     loss = (model(x) - y).square().mean()
+    ...     loss.backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    >>> step = gradsync_fx.optimize(
+    ...     train_step, gradient_accumulation_steps=2, reduction="weighted"
+    ... )
     """
     TRACED.weigh(weight)
 

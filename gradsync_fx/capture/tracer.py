@@ -34,6 +34,7 @@ from gradsync_fx.capture.canonicalize import canonicalize
 from gradsync_fx.capture.checkpointing import refuse_reentrant, rematerialize, torch_pass_off
 from gradsync_fx.capture.counts import Followed
 from gradsync_fx.capture.explained import explained
+from gradsync_fx.capture.inquiry import Inquiry, Run, TracedStep
 from gradsync_fx.capture.markers import TRACED, Demand
 from gradsync_fx.capture.names import batch_norms, ddp_modules, named_tensors
 from gradsync_fx.capture.past_autograd import keep_writes, outputs_in_their_places
@@ -90,7 +91,7 @@ OnCapture = Callable[[Capture], Callable[[list[Any]], Any]]
 
 def traced(
     function: Callable[..., Any],
-    on_capture: OnCapture,
+    on_capture: Callable[[Capture], Run],
     decompositions: Any,
     dynamic: bool | None,
     demand: Demand | None = None,
@@ -98,14 +99,14 @@ def traced(
     manual: bool = False,
     rank_timeout: float | None = None,
     at_end: ExitStack | None = None,
-) -> Callable[..., Any]:
+) -> TracedStep[Run]:
     """A callable that captures `function` as needed and hands each call's flat inputs to what `on_capture` returned.
 
     at_end: gets what has Dynamo let go of it all.
     manual: calls that do not reach an optimizer are micro-steps of a window, not mistakes. Raises `CaptureError`
     (naming the user's line) when a step cannot be traced whole.
     """
-    asked = demand or Demand()
+    asked, inquiry = demand or Demand(), Inquiry(on_capture)
 
     def whole_step(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
@@ -116,7 +117,7 @@ def traced(
     whole_step.__code__ = whole_step.__code__.replace(co_name=f"step_{next(_serial)}")
 
     def compile_graph(module: GraphModule, inputs: list[Any]) -> Any:
-        return _functional(module, inputs, on_capture, decompositions, manual)
+        return _functional(module, inputs, inquiry.on_capture, decompositions, manual)
 
     context: Any = dynamo_optimize(backend=compile_graph, nopython=True, dynamic=dynamic)
     scoped = _Scoped(context.callback._torchdynamo_orig_backend, asked, rank_timeout)
@@ -144,7 +145,7 @@ def traced(
         # Dynamo holds what it captured, model and programs with it, by the step's code and by its backend.
         at_end.callback(reset_code, whole_step.__code__)
         at_end.callback(cached_backends.pop, id(compile_graph), None)
-    return call
+    return TracedStep(call, inquiry)
 
 
 class _Scoped:
@@ -186,9 +187,7 @@ class _Scoped:
         return before != (self._behind, self._read_lists, self._symbols)
 
     def try_again(self) -> bool:
-        """Whether the trace that failed last would fare better now: it stopped at a call that can wait
-        (deferred_calls.py).
-        """
+        """Whether the trace that failed last would fare better now, at a call that can wait (deferred_calls.py)."""
         learned, self._learned = self._learned, False
         return learned
 

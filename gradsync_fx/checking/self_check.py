@@ -24,7 +24,6 @@ from gradsync_fx.checking.reference_window import Arguments, same_random_numbers
 from gradsync_fx.errors import VerificationError, WindowError
 from gradsync_fx.options import Options
 from gradsync_fx.planning.setting import find_setting
-from gradsync_fx.runtime.remarks import mistakes
 
 
 SHOWN = 10  # values that a verdict lists at most
@@ -113,11 +112,13 @@ def check(
     kwargs: Any,
     options: Options,
     optimized: Any,
+    mistakes: Callable[[Any], tuple[str, ...]],
     rtol: float | None = None,
 ) -> Verdict:
     """Both ways, on copies; the function, its arguments, random numbers and windows stay as they were.
 
-    optimized: the class of optimized steps, made of (function, options). rtol: of what a value moved; by default the
+    optimized: the class of optimized steps, made of (function, options). mistakes: what such a step, once called, has
+    to say of what is probably not meant. rtol: of what a value moved; by default the
     root of the coarsest precision at work. Every rank calls it. Raises `WindowError` for a step whose windows have no
     one length, or that cannot be copied.
     """
@@ -148,7 +149,7 @@ def check(
             step = optimized(ours.copy.function, _unchecked(options, draws))
             try:
                 ours.results = [_kept(step(*a, **n)) for a, n in ours.calls]
-                said = mistakes(step._executor.catalogue.latest, options)
+                said = mistakes(step)
             finally:
                 step.discard()  # after an error: nobody is to hear of the window of a copy
     values = tuple(_compared(ours, plain, rounded, _precision(options), rtol))

@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 from gradsync_fx import scaling
 from gradsync_fx._torch import tree_map_only
 from gradsync_fx.capture.tracer import no_optimizer_error
+from gradsync_fx.eager.actions import Clip, Deed, Schedule, Update, needed
 from gradsync_fx.eager.effects import Effects, Signs
+from gradsync_fx.eager.step import EagerStep
 from gradsync_fx.errors import CaptureError, ReadBeforeBoundaryError
 from gradsync_fx.optim import zeroing
 from gradsync_fx.optim.opaque import closure_given
 from gradsync_fx.planning.setting import unmapped
-from gradsync_fx.runtime.eager_actions import Clip, Deed, Schedule, Update, needed
-from gradsync_fx.runtime.eager_step import EagerStep
 from gradsync_fx.user_lines import user_line, warn_user
 
 
@@ -76,12 +76,12 @@ class EagerCall:
                 raise _read_early(self._step, number)
         for name, term in self.terms.items():
             # Taken by the window: what comes now is another gradient, which may or may not be used.
-            parameter = self._step.capture.parameters[name]
+            parameter = self._step.objects.parameters[name]
             if parameter.grad is term:
                 parameter.grad = None
         run()
         self.losses += [losses] if isinstance(losses, torch.Tensor) else list(losses)
-        for name, parameter in self._step.capture.parameters.items():
+        for name, parameter in self._step.objects.parameters.items():
             if parameter.grad is not None:
                 self._as_given[name] = (parameter.grad, parameter.grad._version)
 
@@ -188,7 +188,7 @@ class EagerCall:
         """What is left in `.grad`: terms where the step itself decides about windows, else an optimizer's that was
         not reached."""
         if manual and not self.stepped:
-            self._take(self._step.capture.parameters)
+            self._take(self._step.objects.parameters)
         elif not self.stepped:
             raise no_optimizer_error()
         reduced = {name for number in self.updated for name in self._step.held_by(number)}
@@ -211,7 +211,7 @@ class EagerCall:
             if number in self.updated:
                 continue
             held = self._step.held_by(number)
-            self._take(name for name in self._step.capture.parameters if name in held)
+            self._take(name for name in self._step.objects.parameters if name in held)
             if self.closes(number):
                 self.updated[number] = self._settle(number, held)
         return all(number in self.updated for number in owners)
@@ -219,7 +219,7 @@ class EagerCall:
     def _take(self, names: Iterable[str]) -> None:
         """Gradients of this micro-step become terms of the window."""
         for name in names:
-            gradient = self._step.capture.parameters[name].grad
+            gradient = self._step.objects.parameters[name].grad
             if gradient is not None and name not in self.terms:
                 given = self._as_given.get(name, (None, 0))
                 same = given[0] is gradient and given[1] == gradient._version

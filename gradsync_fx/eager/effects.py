@@ -4,7 +4,7 @@ A trace reads from its graph what depends on gradients and on updated parameters
 step runs: for each storage that it makes is known what it is made of. A write of such a value to what was there before
 the call is made for real where the window ends with the call; elsewhere it is made on a copy, which nobody sees.
 
-Such writes are noted with all that they are made of (eager_actions.py): a window that ends without data makes them
+Such writes are noted with all that they are made of (actions.py): a window that ends without data makes them
 again. They have to be the same in all calls of a window: a Python number that counts calls would end in an average
 otherwise.
 """
@@ -20,10 +20,10 @@ import torch
 
 from gradsync_fx._torch import tree_leaves, tree_map_only
 from gradsync_fx.capture.untouched import storage_of
+from gradsync_fx.eager.actions import Deed, Done, Piece
+from gradsync_fx.eager.step import EagerStep
 from gradsync_fx.eager.storages import Held, Origin, alive, as_given, on_copies, written
 from gradsync_fx.errors import CaptureError
-from gradsync_fx.runtime.eager_actions import Deed, Done, Piece
-from gradsync_fx.runtime.eager_step import EagerStep
 from gradsync_fx.user_lines import user_line
 
 
@@ -71,10 +71,10 @@ class Effects:
         self._known: dict[int, Held] = {}
         self.is_paused = self._read_on_host = self._read_updated = False
         self._slots = 0
-        known, owners = step.capture.parameters, step.owners()
+        known, owners = step.objects.parameters, step.owners()
         self._owner_of = {id(p): owners[name] for name, p in known.items() if name in owners}
         self._parameters = {storage_of(p): owners.get(name) for name, p in known.items()}
-        self._buffers = {storage_of(b) for b in step.capture.buffers.values()}
+        self._buffers = {storage_of(b) for b in step.objects.buffers.values()}
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -184,7 +184,7 @@ class Effects:
         return [(t, t.detach().clone()) for t in there if storage_of(t)]
 
     def _count(self, target: torch.Tensor, before: torch.Tensor, origin: Origin) -> None:
-        everything = frozenset(range(len(self._step.capture.optimizers)))
+        everything = frozenset(range(len(self._step.objects.optimizers)))
         late = replace(origin, reads=everything, kept=frozenset({storage_of(target)}))
         deed = replace(self._call.deeds[-1], reads=tuple(sorted(everything)))
         self._call.deeds[-1] = deed
@@ -231,7 +231,7 @@ class Effects:
             return origin
         if origin.data or place not in self._parameters:
             return None
-        owner, numbers = self._parameters[place], range(len(self._step.capture.optimizers))
+        owner, numbers = self._parameters[place], range(len(self._step.objects.optimizers))
         return replace(origin, reads=frozenset(numbers if owner is None else {owner}))
 
     def _ready(self, late: Origin) -> bool:
@@ -272,7 +272,7 @@ class Effects:
                 raise _differs("its code behind the update")
 
     def _name(self, target: torch.Tensor) -> str:
-        named = {**self._step.capture.parameters, **self._step.capture.buffers}
+        named = {**self._step.objects.parameters, **self._step.objects.buffers}
         place = storage_of(target)
         found = next((n for n, t in named.items() if storage_of(t) == place), "")
         return repr(found) if found else f"a tensor of shape {tuple(target.shape)}"

@@ -10,31 +10,33 @@ from typing import Any
 import torch
 
 from gradsync_fx._torch import started_collectives, tree_leaves, tree_map_only
-from gradsync_fx.capture.reachable import discover
+from gradsync_fx.capture.reachable import Found, discover
 from gradsync_fx.comm.collectives import OwnCollectives
 from gradsync_fx.comm.rendezvous import ACCUMULATE, BOUNDARY, Meeting
 from gradsync_fx.eager.call import EagerCall
 from gradsync_fx.eager.following import following
 from gradsync_fx.eager.patches import watching
+from gradsync_fx.eager.step import EagerStep
 from gradsync_fx.errors import CaptureError, NoOptimizerError
-from gradsync_fx.runtime.captured_step import NONE
-from gradsync_fx.runtime.eager_step import EagerStep
+from gradsync_fx.runtime.ending import Closed
 from gradsync_fx.runtime.executor import Executor
-from gradsync_fx.runtime.window import WindowState
+from gradsync_fx.runtime.window import NONE, WindowState
 from gradsync_fx.user_lines import warn_user
 
 
 class EagerWindow:
     """Runs `function` in windows as the executor's counter has them. why: what kept it from being captured.
 
-    A call that raises before anything was added leaves the window as it was; behind that it is void (consistency.py).
+    A call that raises before anything was added leaves the window as it was; after that it is void (consistency.py).
+    latest: the step of the latest call or `prepare`.
     """
 
     def __init__(self, function: Callable[..., Any], executor: Executor, why: CaptureError) -> None:
         self._function, self._executor = function, executor
         # Without its traceback, whose frames hold the step.
         self.why = CaptureError(why.culprit, seen=why.seen, wanted=why.wanted, fix=why.fix)
-        self._steps: dict[tuple[int, ...], EagerStep] = {}
+        self._steps: dict[tuple[int, ...], EagerStep] = {}  # by the objects that a call was given
+        self.latest: EagerStep | None = None
         inner = inspect.unwrap(getattr(function, "__func__", function))
         self._globals: dict[str, Any] = getattr(inner, "__globals__", {})
         warn_user(
@@ -45,8 +47,8 @@ class EagerWindow:
     def prepare(self, args: Any, kwargs: Any) -> None:
         """Room for what a window may hold, without a call."""
         step = self._step_for(args, kwargs)
-        held = {n for i in range(len(step.capture.optimizers)) for n in step.held_by(i)}
-        known = step.capture.parameters
+        held = {n for i in range(len(step.objects.optimizers)) for n in step.held_by(i)}
+        known = step.objects.parameters
         wanted = {name: known[name] for name in sorted(held) if known[name].requires_grad}
         self._executor.accumulators.make(wanted, known, step.options)
 
@@ -55,27 +57,29 @@ class EagerWindow:
         objects = [v for v in tree_leaves((args, kwargs)) if not isinstance(v, plain)]
         key = tuple(map(id, objects))
         if key not in self._steps:
-            self._steps[key] = self._executor.catalogue.admit_eager(
-                EagerStep(
-                    discover(self._function, args, kwargs),
-                    self._executor.options,
-                    self._executor.accumulators.sums,
-                    self.why,
-                )
-            )
-        step = self._steps[key]
+            self._steps[key] = self._known_or_new(discover(self._function, args, kwargs))
+        step = self.latest = self._steps[key]
         if self._executor.setting is None:
             self._executor.catalogue.latest = step
             self._executor.begin(step)
         return step
 
+    def _known_or_new(self, found: Found) -> EagerStep:
+        executor = self._executor
+        fresh = EagerStep(found, executor.options, executor.accumulators.sums, self.why)
+        for known in self._steps.values():
+            if known.objects.same_as(fresh.objects):
+                return known
+        executor.catalogue.admit_uncaptured(fresh)
+        return fresh
+
     def run(self, args: Any, kwargs: Any) -> Any:
         """One micro-step."""
         executor, step = self._executor, self._step_for(args, kwargs)
         if executor.catalogue.latest is not step or not step.deeds:
-            executor.accumulators.drop_gradients(step.capture.parameters)
-        executor.accumulators.check_trainable(step, executor.next_place())
-        executor.accumulators.make({}, step.capture.parameters, executor.options)
+            executor.accumulators.drop_gradients(step.objects.parameters)
+        executor.accumulators.check_trainable(step.objects.parameters, executor.next_place())
+        executor.accumulators.make({}, step.objects.parameters, executor.options)
         executor.catalogue.latest = step
         after = executor.window.called(summed=True)
         manual = executor.options.manual
@@ -90,7 +94,7 @@ class EagerWindow:
             result = micro_step.run(self._function, args, kwargs, self._globals)
         finally:
             step.forget_gradients()
-            executor.accumulators.toggled(step)
+            executor.accumulators.toggled(step.objects.parameters)
         return tree_map_only(torch.Tensor, torch.Tensor.detach, result)
 
 
@@ -124,10 +128,10 @@ class _MicroStep:
         return self._step.part_of_optimizer(number) in self._closing
 
     def run(self, function: Any, args: Any, kwargs: Any, names: dict[str, Any]) -> Any:
-        """The user's function, and then what belongs behind it."""
+        """The user's function, and then what belongs after it."""
         executor, step, call = self._executor, self._step, self._call
         with (
-            watching(call, step.capture.optimizers, step.clearing, names),
+            watching(call, step.objects.optimizers, step.clearing, names),
             self._own_collectives(function),
             following(call.effects),
         ):
@@ -139,12 +143,12 @@ class _MicroStep:
             step.deeds = call.deeds
             self._meet()
         if self._meeting is None or not self._closing:
-            executor.window, executor.sync_gradients = self._after, False
-            executor.integrity.over()
+            executor.end_call(self._after)
             return result
         self._check_reached()
+        ending = executor.ending(self._meeting, self._after)
         late = [i for i in step.in_turn(self._closing) if i not in call.updated]
-        call.updated.update({i: executor.settle(step, i, self._after) for i in late})
+        call.updated.update({i: step.settle(ending, i) for i in late})
         step.repeat([i for i in late if call.updated[i]])
         self._end_window()
         step.schedule([i for i, updated in call.updated.items() if updated])
@@ -155,7 +159,7 @@ class _MicroStep:
         made = self._call.stepped.intersection(i for i, r in self._call.updated.items() if r)
         updated = {self._step.part_of_optimizer(i) for i in made}
         self._executor.window = self._after
-        self._executor.end_window(self._step, self._meeting, frozenset(updated))
+        self._executor.end_window(self._step, self._meeting, Closed(updated=frozenset(updated)))
 
     def _check_reached(self) -> None:
         reached = {self._step.part_of_optimizer(i) for i in self._call.stepped}
@@ -180,7 +184,8 @@ class _MicroStep:
         before = self._started()
         self._meet()
         self._add([n for n in self._call.terms if n in held and n not in self._added])
-        made = self._executor.settle(self._step, number, self._after)
+        assert self._meeting is not None  # an optimizer's window ends, so the ranks have met
+        made = self._step.settle(self._executor.ending(self._meeting, self._after), number)
         self._ours += self._started() - before
         return made
 
@@ -202,7 +207,7 @@ class _MicroStep:
     def _add(self, names: list[str]) -> None:
         """Terms into the running sums; the weight of the micro-step, once for each part."""
         executor, step, call = self._executor, self._step, self._call
-        held, known = executor.accumulators, step.capture.parameters
+        held, known = executor.accumulators, step.objects.parameters
         weight = self._weight()
         held.make({name: known[name] for name in names}, known, executor.options)
         executor.integrity.writes(updates=False)

@@ -18,6 +18,7 @@ from gradsync_fx.inspection.data import (
     Region,
 )
 from gradsync_fx.inspection.flops import load_of
+from gradsync_fx.inspection.remarks import remarks
 from gradsync_fx.inspection.report import Report
 from gradsync_fx.inspection.tensors import (
     dtype_name,
@@ -30,8 +31,8 @@ from gradsync_fx.ir import ops
 from gradsync_fx.ir.program import Kind, Program
 from gradsync_fx.options import Options
 from gradsync_fx.planning.plan import Bucket
-from gradsync_fx.runtime.captured_step import NONE, CapturedStep
-from gradsync_fx.runtime.remarks import remarks
+from gradsync_fx.runtime.captured_step import CapturedStep
+from gradsync_fx.runtime.window import NONE
 
 
 ROLES = ("forward", "backward", "gradient sync", "optimizer", "other")
@@ -57,9 +58,11 @@ def describe(
         )
     captured = closing[-1]
     everything = frozenset(range(len(options.steps)))
-    programs = {"boundary": captured.build(everything)}
+    programs = {"boundary": captured.programs.build(everything)}
     if options.accumulates:
-        programs["accumulate"] = next((c for c in captures if not c.updates), captured).build(NONE)
+        programs["accumulate"] = next(
+            (c for c in captures if not c.updates), captured
+        ).programs.build(NONE)
     graph = _graph(captured, programs)
     collectives = _collectives(captured, programs)
     k = max(options.steps) or 1
@@ -69,7 +72,7 @@ def describe(
         step=step,
         line=line,
         k=options.steps[0] or "manual" if len(options.steps) == 1 else k,
-        world_size=captured.setting.world,
+        world_size=captured.facts.setting.world,
         simulated=simulated,
         collectives_before=k * count,
         collectives_after=times * count,
@@ -78,15 +81,24 @@ def describe(
         collectives=collectives,
         kept=_kept(captured),
         refusals=_refusals(captured),
-        moved=tuple(dict.fromkeys(m for c in captures for m in c.capture.moved)),
-        scale=scale(captured.plan.accumulators, captured.names, captured.plan.wire_dtype, options),
+        moved=tuple(dict.fromkeys(m for c in captures for m in c.facts.capture.moved)),
+        scale=scale(
+            captured.programs.plan.accumulators,
+            captured.facts.names,
+            captured.facts.setting.wire_dtype,
+            options,
+        ),
         warnings=remarks(captures, options),
         unused_parameters=tuple(
-            n for n in captured.capture.parameters if all(n not in c.names for c in captures)
+            n
+            for n in captured.facts.capture.parameters
+            if all(n not in c.facts.names for c in captures)
         ),
-        parameters=parameters(captured.capture, captured.plan.accumulators, captured.names),
+        parameters=parameters(
+            captured.facts.capture, captured.programs.plan.accumulators, captured.facts.names
+        ),
         regions=_regions(graph),
-        passes=tuple(e for c in captures for e in c.journal.entries),
+        passes=tuple(e for c in captures for e in c.programs.journal.entries),
         programs=_programs(captures),
         graph=graph,
         predicted=predict(load_of(captured), k, hardware, sync_each=options.sync_each_batch),
@@ -96,11 +108,14 @@ def describe(
 def _region(captured: CapturedStep, node: Node, origin: Node | None) -> str:
     if origin is None:
         return "optimizer" if node.meta.get("made_by") == "inline_updates" else "gradient sync"
-    if origin.target is torch.ops.aten.copy_.default and origin in captured.regions.boundary_writes:
+    if (
+        origin.target is torch.ops.aten.copy_.default
+        and origin in captured.facts.regions.boundary_writes
+    ):
         return "optimizer"
     if origin.target is ops.UPDATE:
         return "optimizer"
-    if origin in captured.regions.beyond:
+    if origin in captured.facts.regions.beyond:
         return (
             "gradient sync" if ops.is_collective(origin) or origin.target is ops.WAIT else "other"
         )
@@ -110,7 +125,7 @@ def _region(captured: CapturedStep, node: Node, origin: Node | None) -> str:
 def _graph(captured: CapturedStep, programs: dict[str, Program]) -> tuple[GraphNode, ...]:
     """The boundary program, node by node; inputs that hold optimizer state or scalars are left out."""
     boundary = programs["boundary"]
-    originals = {n.name: n for n in captured.capture.step.module.graph.nodes}
+    originals = {n.name: n for n in captured.facts.capture.step.module.graph.nodes}
     shared = (
         {n.meta.get("origin") for n in programs["accumulate"].module.graph.nodes}
         if "accumulate" in programs
@@ -156,7 +171,7 @@ def _graph(captured: CapturedStep, programs: dict[str, Program]) -> tuple[GraphN
 def _modules(captured: CapturedStep) -> dict[Node, str]:
     """Path of the submodule that each node was traced in; for backward, of the forward value that it reads."""
     found: dict[Node, str] = {}
-    for node in captured.capture.step.module.graph.nodes:
+    for node in captured.facts.capture.step.module.graph.nodes:
         stack = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
         if stack:
             root, last = readable(stack[0]), readable(stack[-1])
@@ -194,7 +209,7 @@ def _collectives(captured: CapturedStep, programs: dict[str, Program]) -> tuple[
         ]
         for name, program in programs.items()
     }
-    buckets = [b for b in captured.plan.buckets if b.reduction.group is not None]
+    buckets = [b for b in captured.facts.buckets if b.reduction.group is not None]
     for number, bucket in enumerate(buckets):
         places = {n: s[number][0] for n, s in starts.items() if number < len(s)}
         nodes = {n: s[number][1].name for n, s in starts.items() if number < len(s)}
@@ -205,15 +220,18 @@ def _collectives(captured: CapturedStep, programs: dict[str, Program]) -> tuple[
 def _collective(
     captured: CapturedStep, number: int, bucket: Bucket, places: dict[str, int], node: str
 ) -> Collective:
-    leaves = [captured.capture.step.leaves[i] for i in bucket.leaves]
-    dtype = captured.plan.wire_dtype or captured.plan.accumulators[leaves[0].name].dtype
-    gradients = [str(captured.regions.gradients[i][0].args[0]) for i in bucket.leaves]
+    leaves = [captured.facts.capture.step.leaves[i] for i in bucket.leaves]
+    dtype = (
+        captured.facts.setting.wire_dtype
+        or captured.programs.plan.accumulators[leaves[0].name].dtype
+    )
+    gradients = [str(captured.facts.regions.gradients[i][0].args[0]) for i in bucket.leaves]
     return Collective(
         bucket=number,
         parameters=tuple(leaf.name for leaf in leaves),
         op=bucket.reduction.op,
         group=bucket.reduction.group or "",
-        ranks=captured.setting.world,
+        ranks=captured.facts.setting.world,
         dtype=dtype_name(dtype),
         bytes=sum(leaf.parameter.numel() for leaf in leaves) * dtype.itemsize,
         programs=places,
@@ -224,12 +242,14 @@ def _collective(
 def _kept(captured: CapturedStep) -> tuple[Kept, ...]:
     """The user's own collectives: those of the micro-step run in every call, the others once, with the update."""
     found = []
-    for node in captured.capture.step.module.graph.nodes:
+    for node in captured.facts.capture.step.module.graph.nodes:
         if not ops.is_collective(node):
             continue
-        if node not in captured.regions.beyond:
+        if node not in captured.facts.regions.beyond:
             why = "no gradient goes into it: part of the loss or of a metric, in every micro-step"
-        elif any(node in hand.wait.all_input_nodes for hand in captured.regions.hand.values()):
+        elif any(
+            node in hand.wait.all_input_nodes for hand in captured.facts.regions.hand.values()
+        ):
             continue
         else:
             why = "it reads reduced gradients: once, at the boundary"
@@ -238,25 +258,25 @@ def _kept(captured: CapturedStep) -> tuple[Kept, ...]:
 
 
 def _refusals(captured: CapturedStep) -> tuple[str, ...]:
-    leaves = captured.capture.step.leaves
+    leaves = captured.facts.capture.step.leaves
     return tuple(
         f"{leaves[leaf].name}: its gradient goes into a tensor that the step reduces itself; not bucketed"
-        for leaf in sorted(captured.regions.hand_flat)
+        for leaf in sorted(captured.facts.regions.hand_flat)
     )
 
 
 def _programs(captures: Sequence[CapturedStep]) -> tuple[ProgramInfo, ...]:
     found = []
     for captured in captures:
-        for name, program in captured.programs.items():
-            calls, seconds = captured.measured.get(name, (0, 0.0))
+        for name, program in captured.programs.by_name.items():
+            calls, seconds = captured.runner.measured.get(name, (0, 0.0))
             nodes = list(program.module.graph.nodes)
             found.append(
                 ProgramInfo(
                     name=name,
                     nodes=len(nodes),
                     collectives=sum(1 for n in nodes if ops.is_collective(n)),
-                    compile_seconds=captured.compile_seconds.get(name),
+                    compile_seconds=captured.programs.compile_seconds.get(name),
                     calls=calls,
                     seconds=seconds,
                     code=program.module.code,

@@ -14,10 +14,10 @@ from gradsync_fx.runtime.captured_step import CapturedStep
 
 def load_of(captured: CapturedStep) -> Load:
     """What a micro-step has to do, and when each bucket's gradients are there."""
-    beyond = captured.regions.beyond
+    beyond = captured.facts.regions.beyond
     forward = total = 0
     after: dict[Node, int] = {}
-    for node in captured.capture.step.module.graph.nodes:
+    for node in captured.facts.capture.step.module.graph.nodes:
         if node.op == "call_function" and node not in beyond:
             flops = flops_of(node)
             total += flops
@@ -25,16 +25,19 @@ def load_of(captured: CapturedStep) -> Load:
                 forward += flops
         after[node] = total
     buckets = []
-    for number, bucket in enumerate(captured.plan.buckets):
+    for number, bucket in enumerate(captured.facts.buckets):
         if bucket.reduction.group is None:
             continue
-        markers = [captured.regions.gradients[leaf][0] for leaf in bucket.leaves]
+        markers = [captured.facts.regions.gradients[leaf][0] for leaf in bucket.leaves]
         ready = max(after[m.all_input_nodes[0]] for m in markers)
-        leaves = [captured.capture.step.leaves[i] for i in bucket.leaves]
-        dtype = captured.plan.wire_dtype or captured.plan.accumulators[leaves[0].name].dtype
+        leaves = [captured.facts.capture.step.leaves[i] for i in bucket.leaves]
+        dtype = (
+            captured.facts.setting.wire_dtype
+            or captured.programs.plan.accumulators[leaves[0].name].dtype
+        )
         size = sum(leaf.parameter.numel() for leaf in leaves) * dtype.itemsize
         buckets.append((f"bucket {number}", ready / total if total else 1.0, size))
-    return Load(forward, total, tuple(buckets), captured.setting.world)
+    return Load(forward, total, tuple(buckets), captured.facts.setting.world)
 
 
 def flops_of(node: Node) -> int:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from gradsync_fx.eager.step import EagerStep
 from gradsync_fx.inspection.costs import Hardware, Load, predict
 from gradsync_fx.inspection.data import Collective
+from gradsync_fx.inspection.remarks import of_objects
 from gradsync_fx.inspection.report import Report
 from gradsync_fx.inspection.tensors import dtype_name, parameters, scale
 from gradsync_fx.options import Options
-from gradsync_fx.runtime.eager_step import EagerStep
-from gradsync_fx.runtime.remarks import of_objects
 
 
 def describe_eager(
@@ -40,10 +40,10 @@ def describe_eager(
         warnings=(
             "the step runs eagerly: nothing is compiled, no reduction overlaps with backward or update, and a boundary "
             f"copies the {held:,} bytes of sums once more than a captured step",
-            *of_objects(eager.capture),
+            *of_objects(eager.objects),
         ),
-        unused_parameters=tuple(n for n in eager.capture.parameters if n not in eager.trained),
-        parameters=parameters(eager.capture, sums, eager.trained),
+        unused_parameters=tuple(n for n in eager.objects.parameters if n not in eager.trained),
+        parameters=parameters(eager.objects, sums, eager.trained),
         regions=(),
         passes=(),
         programs=(),
@@ -54,7 +54,7 @@ def describe_eager(
 
 def _collectives(eager: EagerStep) -> tuple[Collective, ...]:
     found: list[Collective] = []
-    for number in range(len(eager.capture.optimizers)):
+    for number in range(len(eager.objects.optimizers)):
         names = sorted(n for n in eager.held_by(number) if n in eager.sums)
         for group, bucket in eager.buckets(names):
             if group is None:

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from transformers import Trainer
 
-from gradsync_fx.api import OptimizedStep, optimize
+from gradsync_fx.api import optimize
 from gradsync_fx.errors import OptionError
+from gradsync_fx.optimized_step import OptimizedStep
 from gradsync_fx.user_lines import warn_user
 
 

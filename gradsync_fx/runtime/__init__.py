@@ -1,7 +1,7 @@
 """Windows at work: which program a call runs, what it adds up, when ranks meet, and what is saved.
 
-executor.py chooses a program by the counter of the window (window.py); a capture with its programs is a `CapturedStep`.
-A step that runs eagerly stands in its place here (eager_step.py) with the same names.
+executor.py counts (window.py) and lets the ranks meet; what it asks of a step is told in protocol.py. The calls of a
+`CapturedStep` are made in captured_window.py; a step that is not captured has its own in the folder eager.
 
 May import: ir, comm, optim, capture, planning, passes, lowering.
 """

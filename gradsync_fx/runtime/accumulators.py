@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -14,8 +14,7 @@ from gradsync_fx.errors import WindowError
 from gradsync_fx.options import Options
 from gradsync_fx.planning.setting import accumulator_dtype, part_of
 from gradsync_fx.planning.shareable import bytes_of
-from gradsync_fx.runtime.captured_step import CapturedStep
-from gradsync_fx.runtime.eager_step import EagerStep
+from gradsync_fx.runtime.captured_facts import CapturedFacts
 from gradsync_fx.runtime.state_format import check_fits, foreign_state
 from gradsync_fx.user_lines import warn_user
 
@@ -38,17 +37,17 @@ class Accumulators:
         self._part_of: dict[str, int] = {}
         self._trainable: dict[str, bool] = {}
 
-    def make_room(self, captured: CapturedStep, options: Options) -> None:
+    def make_room(self, facts: CapturedFacts, options: Options) -> None:
         """An accumulator for every leaf of a new capture; saved sums that waited for it come in."""
-        leaves = captured.capture.step.leaves
-        room = open_room(bytes_of(captured.shareable, leaves, options))
-        for bucket in captured.plan.buckets:
+        leaves = facts.capture.step.leaves
+        room = open_room(bytes_of(facts.shareable, leaves, options))
+        for bucket in facts.buckets:
             self._make_bucket(
                 {leaves[i].name: leaves[i].parameter for i in bucket.leaves},
                 options,
-                room if bucket in captured.shareable else None,
+                room if bucket in facts.shareable else None,
             )
-        self.make({}, captured.capture.parameters, options)
+        self.make({}, facts.capture.parameters, options)
 
     def _make_bucket(
         self, wanted: Mapping[str, torch.Tensor], options: Options, room: Room | None
@@ -94,17 +93,22 @@ class Accumulators:
         self.parameters[name], self._part_of[name] = parameter, part_of(parameter, options)
 
     def replace(
-        self, saved: dict[str, torch.Tensor], captures: Sequence[CapturedStep | EagerStep]
+        self,
+        saved: dict[str, torch.Tensor],
+        known: Mapping[str, torch.Tensor],
+        options: Options,
     ) -> None:
-        """Saved sums, which were checked, in place of those here; a parameter that they do not have had no term."""
+        """Saved sums, which were checked, in place of those here; a parameter that they do not have had no term.
+
+        known: the parameters of all steps so far; sums of others wait for theirs.
+        """
         for total in self.sums.values():
             total.zero_()
         self.restored = dict(saved)
         self._trainable.clear()
-        for captured in captures:
-            for name, parameter in captured.capture.parameters.items():
-                if name in self.restored:
-                    self._make(name, parameter, captured.options)
+        for name, parameter in known.items():
+            if name in self.restored:
+                self._make(name, parameter, options)
 
     def drop_gradients(self, parameters: Mapping[str, torch.Tensor] | None = None) -> None:
         """`.grad` is None between calls; what stands there is dropped with a warning.
@@ -127,9 +131,8 @@ class Accumulators:
             if weight.dtype is not torch.float64 or weight.device != device:
                 self.weights[part] = weight.to(device=device, dtype=torch.float64, copy=True)
 
-    @property
-    def in_window(self) -> dict[str, None]:
-        """The parameters with a term in the open window. Reads weights that nobody looked at yet from their device."""
+    def read_in_window(self) -> dict[str, None]:
+        """The parameters with a term in the open window. Waits for their device where weights were not read yet."""
         for names, weights in self._unread:
             for part, weight in weights.items():
                 before, self._read[part] = self._read[part], float(weight)
@@ -139,16 +142,15 @@ class Accumulators:
         self._unread.clear()
         return self._in_window
 
-    @in_window.setter
-    def in_window(self, names: Collection[str]) -> None:
+    def restore_in_window(self, names: Collection[str]) -> None:
         """As saved, beside the weights that were saved with it."""
         self._unread.clear()
         self._in_window = dict.fromkeys(names)
         self._read = {part: float(weight) for part, weight in self.weights.items()}
 
     def names(self, parts: Collection[int]) -> list[str]:
-        """Parameters of these parts with a term in the open window."""
-        return [name for name in self.in_window if self._part_of[name] in parts]
+        """Parameters of these parts with a term in the open window; waits as `read_in_window` does."""
+        return [name for name in self.read_in_window() if self._part_of[name] in parts]
 
     def added(self, names: Collection[str], *, weighed: bool) -> None:
         """A micro-step put its terms for these parameters in. weighed: unless its weight, added already, is 0."""
@@ -164,7 +166,7 @@ class Accumulators:
         for name in self.names(parts):
             del self._in_window[name]
         self._read.update(dict.fromkeys(parts, 0.0))
-        if not self.in_window:
+        if not self._in_window:
             self._trainable.clear()
 
     def clear(self, parts: Collection[int]) -> None:
@@ -176,17 +178,17 @@ class Accumulators:
             self.weights[part].zero_()
         self.closed(parts)
 
-    def toggled(self, eager: EagerStep) -> None:
+    def toggled(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """An eager call may leave `requires_grad` changed: its next one sets it again, and torch goes by it."""
         if self._trainable:  # a window is open
-            self._trainable |= {n: p.requires_grad for n, p in eager.capture.parameters.items()}
+            self._trainable |= {n: p.requires_grad for n, p in parameters.items()}
 
-    def check_trainable(self, captured: CapturedStep | EagerStep, where: str) -> None:
+    def check_trainable(self, parameters: Mapping[str, torch.Tensor], where: str) -> None:
         """Raises `WindowError` when `requires_grad` of a parameter changed since the window opened.
 
         And `CaptureError` for a gradient hook that came after the capture: it would never run.
         """
-        for name, parameter in captured.capture.parameters.items():
+        for name, parameter in parameters.items():
             if has_hooks(parameter):
                 raise hook_error(name)
             before = self._trainable.setdefault(name, parameter.requires_grad)

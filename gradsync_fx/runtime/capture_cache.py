@@ -13,18 +13,11 @@ from gradsync_fx.ir.deferral import check_deferrable
 from gradsync_fx.optim.state import in_groups
 from gradsync_fx.options import Options
 from gradsync_fx.runtime.accumulators import Accumulators
+from gradsync_fx.runtime.captured_facts import CapturedFacts
 from gradsync_fx.runtime.captured_step import CapturedStep
 from gradsync_fx.runtime.consistency import Integrity
-from gradsync_fx.runtime.eager_step import EagerStep, Objects
+from gradsync_fx.runtime.protocol import StepObjects, StepProtocol
 from gradsync_fx.user_lines import warn_user
-
-
-class Found(Exception):
-    """Ends a call that only asks which capture its arguments lead to: nothing of the step may run."""
-
-    def __init__(self, captured: CapturedStep) -> None:
-        super().__init__()
-        self.captured = captured
 
 
 Retrace = Callable[[dict[str, Any]], CapturedStep | None]
@@ -37,17 +30,17 @@ class Catalogue:
         self, accumulators: Accumulators, integrity: Integrity, simulated: int | None = None
     ) -> None:
         self.captures: list[CapturedStep] = []
-        self.latest: CapturedStep | EagerStep | None = None
-        self.eager: list[EagerStep] = []
+        self.latest: StepProtocol | None = None
+        self.uncaptured: list[StepProtocol] = []
         self.retrace: Retrace = lambda parameters: None
         self._accumulators, self._simulated = accumulators, simulated
         self._integrity = integrity
         self._by_structure: dict[tuple[Any, ...], CapturedStep] = {}
 
     @property
-    def steps(self) -> list[CapturedStep | EagerStep]:
-        """All that was captured, and what runs eagerly."""
-        return [*self.captures, *self.eager]
+    def steps(self) -> list[StepProtocol]:
+        """All that was captured, and what runs as it is."""
+        return [*self.captures, *self.uncaptured]
 
     def admit(self, capture: Capture, options: Options) -> tuple[CapturedStep, bool]:
         """The captured step for a capture, and whether it is new.
@@ -66,44 +59,41 @@ class Catalogue:
         sums = self._accumulators
         if capture.parameters:
             sums.place_weights(next(iter(capture.parameters.values())).device)
-        captured = CapturedStep(
-            capture, options, sums.sums, sums.weights, self._integrity, self._simulated
-        )
+        facts = CapturedFacts.of(capture, options, self._simulated)
         if options.accumulates:
-            check_deferrable(capture.step, captured.regions)
+            check_deferrable(capture.step, facts.regions)
+        captured = CapturedStep(
+            facts, sums.sums, sums.weights, self._integrity, self.for_parameters
+        )
         if capture.weighed and options.reduction != "weighted" and not self.captures:
             warn_user(f'micro_batch_weight has no effect with reduction="{options.reduction}"')
-        sums.make_room(captured, options)
+        sums.make_room(facts, options)
         self.captures.append(captured)
         self._by_structure[key] = captured
         return captured, True
 
-    def admit_eager(self, step: EagerStep) -> EagerStep:
-        """The eager step for these objects: an earlier one, or this."""
-        self._check_same_objects(step.capture)
-        for known in self.eager:
-            if known.capture.same_as(step.capture):
-                return known
-        if step.capture.parameters:
+    def admit_uncaptured(self, step: StepProtocol) -> None:
+        """A step that runs as it is, with objects that none did before."""
+        self._check_same_objects(step.objects)
+        if step.objects.parameters:
             self._accumulators.place_weights(torch.device("cpu"))
-        self.eager.append(step)
-        return step
+        self.uncaptured.append(step)
 
-    def _check_same_objects(self, capture: Capture | Objects) -> None:
+    def _check_same_objects(self, objects: StepObjects) -> None:
         earlier = self.steps
-        for optimizer in capture.optimizers:
+        for optimizer in objects.optimizers:
             held = set(map(id, in_groups(optimizer)))
-            for other in (o for known in earlier for o in known.capture.optimizers):
+            for other in (o for known in earlier for o in known.objects.optimizers):
                 shared = held.intersection(map(id, in_groups(other)))
-                if all(other is not o for o in capture.optimizers) and shared:
+                if all(other is not o for o in objects.optimizers) and shared:
                     name = f"optimizer {type(optimizer).__name__} (id {id(optimizer):#x})"
                     raise _other(name, "another optimizer object")
         known = self._accumulators.parameters
-        for name, parameter in capture.parameters.items():
+        for name, parameter in objects.parameters.items():
             if name in known and known[name] is not parameter:
                 raise _other(f"parameter {name!r}", "another model object")
 
-    def closer(self) -> CapturedStep | EagerStep | None:
+    def closer(self) -> StepProtocol | None:
         """The latest capture that reaches an update: its tail can close a window without data."""
         if self.latest is not None and self.latest.can_close:
             return self.latest
@@ -115,11 +105,11 @@ class Catalogue:
         """A capture that updates exactly these parameters; None where the step would have to be called for it."""
 
         def fits(candidate: CapturedStep) -> bool:
-            return candidate.updates and set(candidate.names_of(parts)) == set(names)
+            return candidate.updates and set(candidate.facts.names_of(parts)) == set(names)
 
         if fits(captured):
             return captured
-        known = {**captured.capture.parameters, **self._accumulators.parameters}
+        known = {**captured.objects.parameters, **self._accumulators.parameters}
         if all(name in known for name in names):
             fresh = self.retrace({name: known[name] for name in sorted(names)})
             if fresh is not None and fits(fresh):

@@ -1,170 +1,228 @@
-"""One capture with its programs: built, lowered and bound on first use."""
+"""One captured step at work: what is known of it, its programs, and what runs them.
+
+    facts (captured_facts.py)      fixed at the capture
+    programs (program_cache.py)    compiled on first need
+    runner (program_runner.py)     runs one of them
+
+A window of it ends, with all ranks at one place, in one of two ways. Each rank
+
+    runs the boundary program (or the tail program, without data)     if all ranks have the same gradients to reduce
+                                                                      and each has a term that certainly counts,
+                                                                      and either all of them have data or none
+    runs the accumulate program, then the tail for the union of what  otherwise: branches that differ, or weights that
+    the ranks' windows hold, or makes no update if that is nothing    may all be zero; a rank without data among others,
+                                                                      as an update compiled into another program
+                                                                      may round otherwise
+"""
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup
-from torch.profiler import record_function
 
-from gradsync_fx._torch import compile_lock
 from gradsync_fx.capture.tracer import Capture
 from gradsync_fx.comm.collectives import OwnCollectives
 from gradsync_fx.comm.flat_buffers import joined
-from gradsync_fx.comm.inplace_all_reduce import forget
-from gradsync_fx.comm.liveness import compiling
 from gradsync_fx.comm.rendezvous import Line
 from gradsync_fx.comm.shm_all_reduce import SharedBuckets, find_shared
-from gradsync_fx.errors import CaptureError
-from gradsync_fx.ir.deferral import check_weights
-from gradsync_fx.ir.journal import Journal
-from gradsync_fx.ir.ops import argument
-from gradsync_fx.ir.program import Kind, Program
-from gradsync_fx.ir.regions import find_regions
-from gradsync_fx.lowering.artifacts import artifact
-from gradsync_fx.lowering.lower import Compiled, as_it_is, decompositions, lower
-from gradsync_fx.optim.binding import Binding, left_as_they_are
-from gradsync_fx.optim.opaque import Opaque, warn_of
+from gradsync_fx.ir.deferral import check_deferrable
+from gradsync_fx.ir.program import Kind
+from gradsync_fx.lowering.lower import as_it_is
 from gradsync_fx.options import Options
-from gradsync_fx.passes import build
-from gradsync_fx.passes.stages import in_stages
-from gradsync_fx.passes.update import update_key
-from gradsync_fx.planning.plan import Plan, Weighing
-from gradsync_fx.planning.setting import (
-    Setting,
-    find_buckets,
-    find_parts,
-    find_setting,
-    layout_fingerprint,
-)
-from gradsync_fx.planning.shareable import find_shareable
+from gradsync_fx.planning.setting import Setting
+from gradsync_fx.runtime.accumulators import Accumulators
+from gradsync_fx.runtime.captured_facts import CapturedFacts
 from gradsync_fx.runtime.consistency import Integrity
-from gradsync_fx.runtime.divisors import Divisors
+from gradsync_fx.runtime.divisors import Divisors, totals_of
+from gradsync_fx.runtime.ending import Closed, Ending
+from gradsync_fx.runtime.host_calls import HostCalls
 from gradsync_fx.runtime.participate import take_part
-from gradsync_fx.user_lines import warn_user
+from gradsync_fx.runtime.program_cache import ProgramCache
+from gradsync_fx.runtime.program_runner import ProgramRunner
+from gradsync_fx.runtime.refusals import no_common_tail
+from gradsync_fx.runtime.window import NONE
 
 
 log = logging.getLogger(__name__)
-NONE: frozenset[int] = frozenset()
-_HELD = frozenset((Kind.STATE, Kind.SCALAR))
+Covering = Callable[["CapturedStep", Collection[str], Collection[int]], "CapturedStep | None"]
 
 
 class CapturedStep:
-    """Runs the programs of one captured step over flat inputs: a micro-step that closes some parts, or a tail."""
+    """A micro-step that closes some parts of the window, or a tail, over the flat inputs of the step.
+
+    covering: finds a step whose tail updates exactly these parameters of these parts; this one, if it does.
+    """
 
     def __init__(
         self,
-        capture: Capture,
-        options: Options,
+        facts: CapturedFacts,
         accumulators: dict[str, torch.Tensor],
         weights: dict[int, torch.Tensor],
         integrity: Integrity,
-        simulated: int | None = None,
+        covering: Covering,
     ) -> None:
-        self.capture, self.options, self._integrity = capture, options, integrity
-        self.regions = find_regions(capture.step)
-        self.setting: Setting = find_setting(capture, options, simulated)
-        self.journal = Journal()
-        self.programs: dict[str, Program] = {}
-        self.compile_seconds: dict[str, float] = {}
-        self.measured: dict[str, tuple[int, float]] = {}
-        self._built: dict[tuple[Any, ...], Program] = {}
-        self._compiled: dict[tuple[Any, ...], Compiled] = {}
-        self.host_values: dict[int, torch.Tensor] = {}
+        self.facts, self._covering = facts, covering
+        self.programs = ProgramCache(facts, accumulators, weights)
+        self.runner = ProgramRunner(facts, self.programs, integrity)
+        self.host = HostCalls(facts, self.programs.bindings)
         self._tail_data: dict[int, Any] = {}
-        self._told: set[str] = set()
-        leaf_parts, update_parts = find_parts(capture, self.regions, options)
-        self.bindings = self._bind(update_parts)
-        ready = find_buckets(capture, self.regions, self.setting, options, leaf_parts)
-        self._by_name = find_buckets(
-            capture, self.regions, self.setting, options, leaf_parts, by_name=True
-        )
-        self.layout = layout_fingerprint(capture, ready)
-        self.shareable = find_shareable(capture, self.setting, options, ready)
         self._shared: SharedBuckets | None = None
-        group = self.setting.group
-        self.plan = Plan(
-            step=capture.step,
-            regions=self.regions,
-            buckets=ready,
-            part_of_leaf=leaf_parts,
-            part_of_update=update_parts,
-            closing=NONE,
-            accumulators=accumulators,
-            weights=weights,
-            weighing=self._weighing(),
-            group=group.group_name if group is not None else None,
-            world=self.setting.world,
-            updates={},
-            opaque={},
-            names={id(p): name for name, p in capture.parameters.items()},
-            state_tensors={},
-            wire_dtype=self.setting.wire_dtype,
-            sync_each_batch=options.sync_each_batch,
-        )
-        real = isinstance(self.setting.group, ProcessGroup)  # none of simulated ranks are asked for
-        self.collectives = OwnCollectives.of(self.regions) if real else OwnCollectives()
-        # All parameters that receive a gradient: every call asks for them.
-        self.names = self.names_of(self.plan.parts)
 
-    def _weighing(self) -> Weighing | None:
-        weighted, finite = self.options.reduction == "weighted", self.options.skip_nonfinite
-        if weighted and not self.capture.weighed:
-            raise CaptureError(
-                'reduction="weighted"',
-                seen="the step does not say its weight",
-                wanted="one call of gradsync_fx.micro_batch_weight(w) in the step",
-                fix="call it with the number of tokens (or samples) of the micro-batch, in every branch of the step",
-            )
-        if not weighted and not finite:
-            return None
-        check_weights(self.capture.step, self.regions)
-        return Weighing(weighted, finite, divides=self.options.reduction != "sum")
-
-    def names_of(self, parts: Iterable[int]) -> tuple[str, ...]:
-        """Parameters of these parts of the window that receive a gradient in this capture."""
-        wanted, leaves = set(parts), self.capture.step.leaves
-        return tuple(
-            leaves[i].name for i in self.regions.leaves if self.plan.part_of_leaf[i] in wanted
-        )
+    # Of protocol.py: what it is.
 
     @property
-    def reduced(self) -> frozenset[str]:
-        """Parameters whose gradients are reduced over the ranks of the window, and so stay the same on all of them."""
-        return frozenset(
-            self.capture.step.leaves[leaf].name
-            for bucket in self.plan.buckets
-            if bucket.reduction.group == self.plan.group
-            for leaf in bucket.leaves
-        )
+    def objects(self) -> Capture:
+        return self.facts.capture
+
+    @property
+    def setting(self) -> Setting:
+        return self.facts.setting
+
+    @property
+    def collectives(self) -> OwnCollectives:
+        return self.facts.collectives
+
+    @property
+    def updates(self) -> bool:
+        return self.facts.updates
 
     @property
     def can_close(self) -> bool:
         """Whether its tail can close a window without data."""
-        return self.updates
+        return self.facts.updates
+
+    @property
+    def weighs(self) -> bool:
+        return self.facts.weighs
+
+    @property
+    def reduced(self) -> frozenset[str]:
+        return self.facts.reduced
+
+    @property
+    def speaks_in_every_call(self) -> bool:
+        return self.facts.speaks_in_every_call
 
     def layout_for(self, in_window: Collection[str]) -> int:
-        """The layout of the buckets; 0 where the open window holds a gradient that has no place in them."""
-        return self.layout if set(in_window) <= set(self.names) else 0
+        return self.facts.layout_for(in_window)
 
     def certain(self, in_window: Collection[str], closing: Collection[int]) -> bool:
-        """Whether each gradient that closes has a term that counts, whatever the weight of the call that comes.
+        return self.facts.certain(in_window, closing)
 
-        closing: no parts where the other ranks say which.
+    # Of protocol.py: what it does.
+
+    def close(self, ending: Ending, args: list[Any] | None) -> Closed:
+        """See the module's text."""
+        closing, meeting = ending.meeting.closing, ending.meeting
+        totals = totals_of(p.weights for p in meeting.ranks)
+        if (
+            meeting.certain
+            and all(totals[part] > 0 for part in closing)
+            and (meeting.all_or_none_run or as_it_is(self.facts.options))
+        ):
+            divisors = ending.divisors(totals)
+            with self.side_by_side(ending.line, settled=all(p.settled for p in meeting.ranks)):
+                if args is None:
+                    self.tail(closing, divisors)
+                    return Closed([], closing, closing)
+                results = self.micro_step(args, closing, divisors)
+            ending.accumulators.added(self.facts.names, weighed=self.weighs)
+            return Closed(results, closing, closing)
+        results = []
+        if args is not None:
+            results = self.micro_step(args, NONE, {})
+            ending.accumulators.added(self.facts.names, weighed=self.weighs)
+        return Closed(results, rest=lambda: self._close_apart(ending, results))
+
+    def _close_apart(self, ending: Ending, results: list[Any]) -> Closed:
+        """The tail for all that the ranks' windows hold."""
+        runs, sums = bool(results), ending.accumulators
+        held = ending.line.names(
+            [f"{part} {name}" for part in ending.meeting.closing for name in sums.names([part])]
+        )
+        names = [name.partition(" ")[2] for name in held]
+        # At the end of all data every part closes, also one that has just been closed and holds nothing.
+        parts = {int(name.partition(" ")[0]) for name in held}
+        closing = frozenset(parts) or ending.meeting.closing
+        whole = ending.meeting.uniform and set(names) == set(self.facts.names_of(closing))
+        target = self._covering(self, names, closing) if names else self
+        ready = target is not None and not (runs and any(self.facts.regions.stages.values()))
+        totals, late = ending.totals(ready=ready, weighs=self.weighs)
+        if target is None or late:
+            raise no_common_tail(late)
+        updated = frozenset(part for part in closing if totals[part] > 0) if names else NONE
+        if updated:
+            target.host.values = self.host.values
+            given = target.tail(updated, ending.divisors(totals), by_name=not whole)
+            self._mend(results, target, given)
+        return Closed(results, updated, updated)
+
+    def _mend(self, results: list[Any], target: CapturedStep, given: list[Any]) -> None:
+        """Puts what the tail of `target` gave into a call's results: the caller holds these tensors by now.
+
+        The accumulate program made them, full of NaN.
         """
-        return not self.weighs or set(self.names_of(closing or self.plan.parts)) <= set(in_window)
+        if not results:
+            return
+        if target.facts.regions.tail_outputs == self.facts.regions.tail_outputs:
+            for i, value in zip(target.facts.regions.tail_outputs, given, strict=True):
+                results[i].copy_(value)
+        for i in self.facts.regions.late_outputs:
+            # Computed before this update: no value is better than that of other parameters.
+            if results[i] is not None and results[i].is_floating_point():
+                results[i].fill_(torch.nan)
+
+    def participate(self, accumulators: Accumulators, integrity: Integrity) -> None:
+        """Zeros into the reductions of the other ranks' accumulate call; what they sum comes in here, too."""
+        if self.facts.options.sync_each_batch:
+            integrity.writes(updates=False)
+            take_part(self.programs.plan)
+            accumulators.added(self.facts.names, weighed=self.weighs)
+
+    def change_steps(self, options: Options) -> None:
+        """Raises `ReadBeforeBoundaryError` where a longer window cannot put off what the step does."""
+        if options.accumulates:
+            check_deferrable(self.facts.capture.step, self.facts.regions)
+
+    # Its programs at work.
+
+    def micro_step(self, args: list[Any], closing: frozenset[int], divisors: Divisors) -> list[Any]:
+        """One micro-step: adds to the parts that stay open, reduces and updates those that close."""
+        compiled = self.programs.compiled(closing)
+        self.remember(args)
+        results = self.runner.run(compiled, args, divisors)
+        self.host.take(compiled.program, results, range(compiled.program.host_values))
+        self.host.make(closing)
+        return results
+
+    def remember(self, args: list[Any]) -> None:
+        """The user's own tensors that a tail reads and writes."""
+        self._tail_data = {i: args[i] for i in self.facts.regions.tail_data}
+
+    def tail(
+        self, closing: frozenset[int], divisors: Divisors, *, by_name: bool = False
+    ) -> list[Any]:
+        """Reduction and update of what is summed already. Returns the outputs `regions.tail_outputs`."""
+        compiled = self.programs.compiled(closing, tail=True, by_name=by_name)
+        capture = self.facts.capture
+        tensors = {**capture.buffers, **capture.parameters}
+        args = [
+            self._tail_data.get(i) if slot.kind is Kind.DATA else tensors.get(slot.name)
+            for i, slot in enumerate(capture.step.slots)
+        ]
+        results = self.runner.run(compiled, args, divisors)
+        self.host.take(compiled.program, results, self.facts.regions.boundary_host)
+        self.host.make(closing)
+        return results
 
     @property
     def settled(self) -> bool:
         """Whether it knows what it shares with other ranks, or has nothing to share."""
-        return self._shared is not None or not self.shareable
+        return self._shared is not None or not self.facts.shareable
 
     @contextmanager
     def side_by_side(self, line: Line, *, settled: bool) -> Iterator[None]:
@@ -173,223 +231,9 @@ class CapturedStep:
         settled: whether all ranks know which ones; if not, all ranks ask.
         """
         if line.group is not None and not settled:
-            leaves, sums = self.capture.step.leaves, self.plan.accumulators
-            flats = [joined([sums[leaves[i].name] for i in b.leaves]) for b in self.shareable]
+            leaves, sums = self.facts.capture.step.leaves, self.programs.plan.accumulators
+            flats = [joined([sums[leaves[i].name] for i in b.leaves]) for b in self.facts.shareable]
             self._shared = find_shared(line, flats)
             log.info("%d of %d buckets are shared in memory", len(self._shared), len(flats))
         with nullcontext() if self._shared is None else self._shared.in_use():
             yield
-
-    @property
-    def weighs(self) -> bool:
-        """Whether the weights of a window are known only when its micro-steps have run."""
-        return self.plan.weighing is not None
-
-    @property
-    def updates(self) -> bool:
-        """Whether the step changes a parameter: a call without an update can only accumulate."""
-        return bool(self.regions.updates or self.regions.boundary_writes)
-
-    @property
-    def speaks_in_every_call(self) -> bool:
-        """Whether also an accumulate call meets the other ranks: it has collectives anyway, of ours or of its own."""
-        if self.setting.group is None:
-            return False
-        return (
-            self.options.sync_each_batch
-            or (self.setting.broadcast_buffers == "every" and bool(self.setting.shared_buffers))
-            or self.collectives.each_call > 0
-        )
-
-    @property
-    def compile_count(self) -> int:
-        return len(self._compiled)
-
-    def _bind(self, parts: dict[Any, int]) -> dict[str, Binding]:
-        bindings: dict[str, Binding] = {}
-        for node, part in parts.items():
-            handle, which = node.args[0], node.args[1]
-            optimizer = self.capture.optimizers[handle]
-            given = str(argument(node, 4))
-            fresh = Binding(optimizer, tuple(which), given, decompositions(self.options), part)
-            for other in bindings.values():
-                if other.shares_state(fresh):
-                    for one in (other, fresh):
-                        one.leave_as_it_is("it is called more than once in a step, and has state")
-            bindings[update_key(node)] = fresh
-        return bindings
-
-    def compile(
-        self, closing: frozenset[int], *, tail: bool = False, by_name: bool = False
-    ) -> tuple[Program, Compiled]:
-        """The program and its compiled form, made on first need (or when the optimizer's structure changed)."""
-        key = self._select(closing, tail, by_name)
-        if key not in self._compiled:
-            start = time.perf_counter()
-            try:
-                with compile_lock, compiling(self.options.rank_timeout):
-                    program = self._build(key)
-                    one = partial(lower, fake_mode=self.capture.fake_mode, options=self.options)
-                    tensors = {**self.capture.buffers, **self.capture.parameters}
-                    lowered = in_stages(program, one, tensors)
-            except Exception as failure:
-                if left_as_they_are(self.bindings.values(), failure):
-                    return self.compile(closing, tail=tail, by_name=by_name)
-                raise
-            self.compile_seconds[program.name] = seconds = time.perf_counter() - start
-            log.info("compiled the %s program in %.2f s", program.name, seconds)
-            self._compiled[key] = lowered
-        return self._built[key], self._compiled[key]
-
-    def build(self, closing: frozenset[int], *, tail: bool = False) -> Program:
-        """The program before lowering."""
-        return self._build(self._select(closing, tail, False))
-
-    def _select(self, closing: frozenset[int], tail: bool, by_name: bool) -> tuple[Any, ...]:
-        """The key of a program for the optimizers as they are now; their updates are traced for it."""
-        active = {n: b for n, b in self.bindings.items() if b.part in closing}
-        found = {n: b.trace() for n, b in active.items()}
-        self.plan.updates = {n: u for n, u in found.items() if not isinstance(u, Opaque)}
-        self.plan.opaque = {n: u for n, u in found.items() if isinstance(u, Opaque)}
-        self.plan.state_tensors = {
-            n: active[n].state_tensors(u) for n, u in self.plan.updates.items()
-        }
-        return (closing, tail, by_name, *map(id, found.values()))
-
-    def _build(self, key: tuple[Any, ...]) -> Program:
-        closing, tail, by_name, *_ = key
-        if key not in self._built:
-            buckets = self._by_name if by_name else self.plan.buckets
-            plan = replace(self.plan, closing=closing, buckets=buckets)
-            name = self._name(closing, tail)
-            self._built[key] = build(name, plan, self.capture.fake_mode, self.journal, tail=tail)
-            self.programs[name] = self._built[key]
-            module = self._built[key].module
-            if log.isEnabledFor(logging.DEBUG):
-                log.debug("%s program, %d nodes:\n%s", name, len(module.graph.nodes), module.code)
-            artifact(name.replace(" ", "_"), lambda: module.code)
-        return self._built[key]
-
-    def _name(self, closing: frozenset[int], tail: bool) -> str:
-        if not closing:
-            return "accumulate"
-        name = "tail" if tail else "boundary"
-        if closing >= set(self.plan.parts):
-            return name
-        some = [type(b.optimizer).__name__ for b in self.bindings.values() if b.part in closing]
-        return f"{name} of {', '.join(some)} ({', '.join(map(str, sorted(closing)))})"
-
-    def micro_step(self, args: list[Any], closing: frozenset[int], divisors: Divisors) -> list[Any]:
-        """One micro-step: adds to the parts that stay open, reduces and updates those that close."""
-        program, compiled = self.compile(closing)
-        self.remember(args)
-        results = self._run(program, compiled, args, divisors)
-        self._take_host_values(program, results, range(program.host_values))
-        self._call_host(closing)
-        return results
-
-    def _take_host_values(
-        self, program: Program, results: list[Any], indices: Collection[int]
-    ) -> None:
-        end = len(results) - program.host_values
-        self.host_values |= dict(zip(indices, results[end:], strict=True))
-        del results[end:]
-
-    def remember(self, args: list[Any]) -> None:
-        """The user's own tensors that a tail reads and writes."""
-        self._tail_data = {i: args[i] for i in self.regions.tail_data}
-
-    def tail(
-        self, closing: frozenset[int], divisors: Divisors, *, by_name: bool = False
-    ) -> list[Any]:
-        """Reduction and update of what is summed already. Returns the outputs `regions.tail_outputs`."""
-        program, compiled = self.compile(closing, tail=True, by_name=by_name)
-        tensors = {**self.capture.buffers, **self.capture.parameters}
-        args = [
-            self._tail_data.get(i) if slot.kind is Kind.DATA else tensors.get(slot.name)
-            for i, slot in enumerate(self.capture.step.slots)
-        ]
-        results = self._run(program, compiled, args, divisors)
-        self._take_host_values(program, results, self.regions.boundary_host)
-        self._call_host(closing)
-        return results
-
-    def _run(
-        self, program: Program, compiled: Compiled, args: list[Any], divisors: Divisors
-    ) -> list[Any]:
-        updates = dict(self.plan.updates)
-        held: dict[tuple[Kind, Any], torch.Tensor] = {
-            (Kind.SCALAR, ("divisor", *which)): torch.tensor(value, dtype=torch.float64)
-            for which, value in divisors.items()
-        }
-        for key, update in updates.items():
-            for i, tensor in enumerate(self.plan.state_tensors[key]):
-                held[Kind.STATE, (key, i)] = tensor
-            for i, scalar in enumerate(self.bindings[key].scalars(update)):
-                held[Kind.SCALAR, (key, i)] = scalar
-        start = time.perf_counter()
-        inputs = self._inputs(program, args, held)
-        first = None
-        if as_it_is(self.options) and program.first_written is not None:
-            first = inputs[program.first_written]
-            version = first._version
-        warn_of(self.plan.opaque, self._told)
-        self._integrity.writes(updates=bool(updates or self.plan.opaque))
-        try:
-            with torch.no_grad(), record_function(f"gradsync_fx: {program.name}"):
-                results = list(compiled(inputs))
-        except BaseException:
-            forget(self.plan.accumulators.values())
-            if first is not None and first._version == version:
-                self._integrity.spared()  # an assert of the step's own, say
-            raise
-        calls, seconds = self.measured.get(program.name, (0, 0.0))
-        self.measured[program.name] = (calls + 1, seconds + time.perf_counter() - start)
-        for key in reversed(updates):
-            count = len(updates[key].created)
-            created = results[len(results) - count :]
-            del results[len(results) - count :]
-            self.bindings[key].commit(updates[key], created)
-        return results
-
-    def _inputs(
-        self, program: Program, args: list[Any], held: dict[tuple[Kind, Any], torch.Tensor]
-    ) -> list[Any]:
-        owned: dict[Kind, Any] = {
-            Kind.ACCUMULATOR: self.plan.accumulators,
-            Kind.WEIGHT: self.plan.weights,
-        }
-        return [
-            owned[slot.kind][slot.key]
-            if slot.kind in owned
-            else held[slot.kind, slot.key]
-            if slot.kind in _HELD
-            else args[slot.key]
-            for slot in program.slots
-        ]
-
-    def _call_host(self, closing: frozenset[int]) -> None:
-        """Schedulers step once for each update, with the latest values where they want a metric."""
-        for call in self.capture.host_calls:
-            parts = {b.part for b in self.bindings.values() if b.optimizer is call.optimizer}
-            if not closing & (parts or set(self.plan.parts)):
-                continue
-            wanted = {value for kind, value in call.arguments if kind != "constant"}
-            if not wanted <= self.host_values.keys():
-                warn_user(
-                    f"{type(call.owner).__name__} was not stepped: no micro-step of this rank gave its metric"
-                )
-                continue
-            given = [self._argument(kind, value) for kind, value in call.arguments]
-            named = [given.pop() for _ in call.keywords][::-1]
-            getattr(call.owner, call.method)(*given, **dict(zip(call.keywords, named, strict=True)))
-
-    def _argument(self, kind: str, value: Any) -> Any:
-        if kind == "constant":
-            return value
-        given = self.host_values[value]
-        return given.item() if kind == "number" else given
-
-    def take_part(self) -> None:
-        """Zeros into the reductions of the other ranks' accumulate call; what they sum comes in here, too."""
-        take_part(self.plan)

@@ -21,7 +21,7 @@ def save(executor: Executor) -> dict[str, Any]:
         executor.window,
         {**held.sums, **held.restored},  # loaded ones wait for the first call
         list(held.weights.values()),
-        list(held.in_window),
+        list(held.read_in_window()),
         executor.buffers.own(),
         executor.buffers.fetched,
         executor.buffers.waiting,
@@ -35,7 +35,7 @@ def load(executor: Executor, given: Any) -> None:
     saved = unpack(given, list(executor.options.steps), *_place(executor))
     held = executor.accumulators
     steps = executor.catalogue.steps
-    known = {name for step in steps for name in step.capture.parameters}
+    known = {n: p for step in reversed(steps) for n, p in step.objects.parameters.items()}
     for name, value in saved.sums.items():
         if name in held.sums:
             check_fits(name, held.sums[name], value)
@@ -45,11 +45,11 @@ def load(executor: Executor, given: Any) -> None:
         if name not in saved.sums:
             raise foreign_state(name, sorted(saved.sums))
     executor.integrity.writes(updates=True)
-    held.replace(saved.sums, steps)
+    held.replace(saved.sums, known, executor.options)
     for part, weight in enumerate(saved.weights):
         if part in held.weights:
             held.weights[part] = weight.clone().to(held.weights[part].device)
-    held.in_window = saved.in_window
+    held.restore_in_window(saved.in_window)
     executor.buffers.restore(saved.buffers, saved.buffers_wait, saved.own_buffers)
     executor.window, executor.sync_gradients = saved.window, False
     executor.saved = saved.window

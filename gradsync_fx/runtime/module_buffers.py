@@ -12,8 +12,7 @@ from __future__ import annotations
 import torch
 
 from gradsync_fx.comm.rendezvous import Meeting, broadcast
-from gradsync_fx.runtime.captured_step import CapturedStep
-from gradsync_fx.runtime.eager_step import EagerStep
+from gradsync_fx.runtime.protocol import StepProtocol
 
 
 class ModuleBuffers:
@@ -30,46 +29,46 @@ class ModuleBuffers:
         """Whose buffers count from here on."""
         self._source = next(iter(meeting.fed), self._source)
 
-    def first(self, captured: CapturedStep | EagerStep) -> None:
+    def first(self, step: StepProtocol) -> None:
         """All ranks make their first capture: the one time that rank 0's buffers come at once."""
-        group, buffers = captured.setting.group, captured.setting.shared_buffers
-        self._here = captured.capture.buffers if group is not None else {}
-        if group is not None and captured.setting.broadcast_buffers != "never" and buffers:
+        group, buffers = step.setting.group, step.setting.shared_buffers
+        self._here = step.objects.buffers if group is not None else {}
+        if group is not None and step.setting.broadcast_buffers != "never" and buffers:
             broadcast(group, list(buffers.values()))
-        if self._follows(captured):
+        if self._follows(step):
             self.fetched = {name: b.clone() for name, b in buffers.items()}
 
-    def before(self, captured: CapturedStep | EagerStep) -> None:
-        """Ahead of a micro-step."""
+    def before(self, step: StepProtocol) -> None:
+        """Before a micro-step."""
         for name, value in self._restored.items():
-            captured.capture.buffers[name].copy_(value)
+            step.objects.buffers[name].copy_(value)
         self._restored = {}
-        self.keep_company(captured)
+        self.participate(step)
         if self._waiting:
             for name, value in self.fetched.items():
-                captured.capture.buffers[name].copy_(value)
+                step.objects.buffers[name].copy_(value)
         self._waiting = False
 
-    def keep_company(self, captured: CapturedStep | EagerStep) -> None:
+    def participate(self, step: StepProtocol) -> None:
         """What every rank does at every call, also one without data, where buffers are broadcast at every call."""
-        group, buffers = captured.setting.group, captured.setting.shared_buffers
-        if group is not None and captured.setting.broadcast_buffers == "every" and buffers:
+        group, buffers = step.setting.group, step.setting.shared_buffers
+        if group is not None and step.setting.broadcast_buffers == "every" and buffers:
             broadcast(group, list(buffers.values()), self._source)
 
-    def after_boundary(self, captured: CapturedStep | EagerStep) -> None:
+    def after_boundary(self, step: StepProtocol) -> None:
         """All ranks meet."""
-        group = captured.setting.group
-        if group is not None and self._follows(captured):
-            for name, value in captured.setting.shared_buffers.items():
+        group = step.setting.group
+        if group is not None and self._follows(step):
+            for name, value in step.setting.shared_buffers.items():
                 self.fetched[name] = value.clone()
-            names = captured.setting.shared_buffers
+            names = step.setting.shared_buffers
             broadcast(group, [self.fetched[name] for name in names], self._source)
             self._waiting = True
 
-    def at_end(self, captured: CapturedStep | EagerStep) -> None:
+    def at_end(self, step: StepProtocol) -> None:
         """All ranks' data has ended."""
-        group, buffers = captured.setting.group, captured.setting.shared_buffers
-        if group is not None and captured.setting.broadcast_buffers != "never" and buffers:
+        group, buffers = step.setting.group, step.setting.shared_buffers
+        if group is not None and step.setting.broadcast_buffers != "never" and buffers:
             broadcast(group, list(buffers.values()), self._source)
             self._waiting = False
 
@@ -89,6 +88,6 @@ class ModuleBuffers:
         """Whether what was fetched has yet to be put in place."""
         return self._waiting
 
-    def _follows(self, captured: CapturedStep | EagerStep) -> bool:
-        setting = captured.setting
+    def _follows(self, step: StepProtocol) -> bool:
+        setting = step.setting
         return setting.group is not None and setting.broadcast_buffers == "window_start"

@@ -6,6 +6,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 
+NONE: frozenset[int] = frozenset()  # no part of a window
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """Micro-steps that one part of the window has pending (skipped ones too), and those that added something."""

@@ -7,44 +7,40 @@ from typing import Any
 from gradsync_fx.comm.liveness import in_job
 from gradsync_fx.comm.rendezvous import ACCUMULATE, BOUNDARY, FLUSH
 from gradsync_fx.errors import WindowError
-from gradsync_fx.ir.deferral import check_deferrable
-from gradsync_fx.runtime.captured_step import NONE, CapturedStep
 from gradsync_fx.runtime.consistency import SUMS
-from gradsync_fx.runtime.eager_step import EagerStep
 from gradsync_fx.runtime.executor import Executor
-from gradsync_fx.runtime.habits import habits
 from gradsync_fx.runtime.refusals import changed_steps, nothing_captured
-from gradsync_fx.runtime.remarks import mistakes
+from gradsync_fx.runtime.window import NONE
 from gradsync_fx.user_lines import warn_user
 
 
 def flush(executor: Executor, on_update: Any = None) -> None:
-    """Closes the open window with what is summed; keeps ranks that still have data company."""
+    """Closes the open window with what is summed; participates in the windows of ranks that still have data."""
     executor.integrity.check("flush")
     executor.sync_gradients = False
-    captured = executor.catalogue.closer()
-    if captured is None:
+    step = executor.catalogue.closer()
+    if step is None:
         if executor.window.pending or in_job() is not None:
             raise nothing_captured("flush")
         return
     updated = False
     while True:
-        _, meeting = executor.close(captured, FLUSH, NONE, None)
+        _, meeting = executor.close(step, FLUSH, NONE, None)
         if meeting.kind == BOUNDARY and executor.sync_gradients:
             updated = True
             if on_update is not None:
                 on_update()
         if meeting.over:
             break
-    executor.buffers.at_end(captured)
+    executor.buffers.at_end(step)
     executor.sync_gradients = updated
 
 
 def skip(executor: Executor) -> None:
     """A slot without data."""
     executor.integrity.check("skip")
-    captured = executor.catalogue.closer()
-    if captured is None:
+    step = executor.catalogue.closer()
+    if step is None:
         raise nothing_captured("skip")
     if executor.options.manual:
         raise WindowError(
@@ -53,17 +49,16 @@ def skip(executor: Executor) -> None:
             wanted="a call of the step, or step.flush()",
             fix="leave the call out on this rank; the mean is over the micro-steps that were made",
         )
-    closing = executor.closing(captured)
+    closing = executor.closing(step)
     if closing:
-        executor.close(captured, BOUNDARY, closing, None)
+        executor.close(step, BOUNDARY, closing, None)
         return
     after = executor.window.called(summed=False)
-    if captured.speaks_in_every_call:
-        meeting = executor.meet(captured, ACCUMULATE, NONE, after, runs=False)
+    if step.speaks_in_every_call:
+        meeting = executor.meet(step, ACCUMULATE, NONE, after, runs=False)
         if meeting.someone_runs:
-            executor.keep_company(captured)
-    executor.window, executor.sync_gradients = after, False
-    executor.integrity.over()
+            executor.participate(step)
+    executor.end_call(after)
 
 
 def discard(executor: Executor) -> None:
@@ -71,7 +66,8 @@ def discard(executor: Executor) -> None:
     executor.integrity.check("discard", allowed=SUMS)
     executor.integrity.writes(updates=False)
     held = executor.accumulators
-    held.restored, held.in_window = {}, []
+    held.restored = {}
+    held.restore_in_window([])
     held.clear(executor.all_parts)
     executor.discards += 1
     executor.window = executor.window.closed(executor.all_parts, updated=False)
@@ -83,12 +79,9 @@ def set_steps(executor: Executor, k: Any) -> None:
     """Another window length, at a boundary."""
     executor.integrity.check("gradient_accumulation_steps")
     changed = changed_steps(executor.options, k, executor.window.pending)
-    if changed.accumulates:
-        for captured in executor.captures:
-            check_deferrable(captured.capture.step, captured.regions)
+    for step in executor.catalogue.steps:
+        step.change_steps(changed)
     executor.options = changed
-    if isinstance(executor.catalogue.latest, EagerStep):
-        executor.catalogue.latest.options = changed
 
 
 def warn_of_pending(executor: Executor, name: str, line: str) -> None:
@@ -100,11 +93,3 @@ def warn_of_pending(executor: Executor, name: str, line: str) -> None:
             "last batch, or discard() to drop them on purpose.",
             otherwise=line,
         )
-
-
-def warn_of_mistakes(executor: Executor) -> None:
-    """After the first call: what the step, and the loop round it, still have of plain accumulation, each once."""
-    latest = executor.catalogue.latest
-    grows = isinstance(latest, CapturedStep) and latest.updates and latest.capture.never_zeroed
-    for text in (*mistakes(latest, executor.options), *habits(zeroes=not grows)):
-        warn_user(text)

@@ -133,7 +133,9 @@ def test_the_option_checks_ahead_of_the_first_call() -> None:
     model = mlp()
     optimizer = sgd(model)
     step = quick(plain_step, 2, self_check=True)
-    with mock.patch.object(gradsync_fx.api, "check", wraps=gradsync_fx.api.check) as checks:
+    with mock.patch.object(
+        gradsync_fx.optimized_step, "check", wraps=gradsync_fx.optimized_step.check
+    ) as checks:
         for _ in range(3):
             step(model, optimizer, *batch())
     assert checks.call_count == 1
@@ -156,12 +158,12 @@ def test_a_wrong_program_is_found(rate: float) -> None:
 
 def wrong_divisors() -> Any:
     """Every window of the runtime is divided by a number a little too large."""
-    right = gradsync_fx.runtime.executor.Executor._divisors
+    right = gradsync_fx.runtime.ending.Ending.divisors
 
     def wrong(self: Any, totals: list[float]) -> Any:
         return {key: 1.05 * value for key, value in right(self, totals).items()}
 
-    return mock.patch.object(gradsync_fx.runtime.executor.Executor, "_divisors", wrong)
+    return mock.patch.object(gradsync_fx.runtime.ending.Ending, "divisors", wrong)
 
 
 def test_what_cannot_be_copied_is_named() -> None:

@@ -81,7 +81,7 @@ class Windows:
     def __init__(self, whole: Whole, captured: CapturedStep, accumulators: Accumulators) -> None:
         self.whole, self.captured, self.accumulators = whole, captured, accumulators
         self.sketch, self.roles = whole.sketch, whole.roles
-        capture = captured.capture
+        capture = captured.facts.capture
         self.held: list[Tensor] = [*capture.parameters.values(), *capture.buffers.values()]
         self.numbers = torch.Generator().manual_seed(1)
         self.own = [self._draw(s, bad=False) for s in self.sketch.data]
@@ -120,7 +120,7 @@ class Windows:
         given = self.captured.micro_step([*self.held, *self.own], closing, self._divisors())
         wanted = self.whole.call(closing)
         self._compare(given, wanted, f"{where}, a call that closes {sorted(closing)}")
-        self._check(self.captured.build(closing), closing)
+        self._check(self.captured.programs.build(closing), closing)
 
     def _tail(self, closing: frozenset[int]) -> None:
         given = self.captured.tail(closing, self._divisors(calls=0))
@@ -140,14 +140,14 @@ class Windows:
             self._close(a, b, f"{where}, output {i}")
         tensors = [*self.held, *self.own]
         for i, (a, b) in enumerate(zip(tensors, self.whole.tensors, strict=True)):
-            self._close(a.detach(), b, f"{where}, {self.captured.capture.step.slots[i].name}")
+            self._close(a.detach(), b, f"{where}, {self.captured.facts.capture.step.slots[i].name}")
         for leaf in self.roles.leaf.values():
-            total = self.accumulators.sums[self.captured.capture.step.leaves[leaf].name]
+            total = self.accumulators.sums[self.captured.facts.capture.step.leaves[leaf].name]
             self._close(total, self.whole.running(leaf), f"{where}, sum of leaf {leaf}")
-        for call in self.captured.capture.host_calls:
+        for call in self.captured.facts.capture.host_calls:
             self._close(call.owner.seen, self.whole.stepped, f"{where}, metrics")
         for i, (mine, theirs) in enumerate(
-            zip(self.captured.capture.optimizers, self.whole.optimizers, strict=True)
+            zip(self.captured.facts.capture.optimizers, self.whole.optimizers, strict=True)
         ):
             a_all, b_all = mine.state_dict()["state"], theirs.state_dict()["state"]
             assert a_all.keys() == b_all.keys(), f"{where}, state of optimizer {i}"

@@ -19,6 +19,6 @@ def test_the_tail_of_a_model_with_dropout_needs_no_data() -> None:
     run.flush()
     assert run.sync_gradients
     assert not torch.equal(model[0].weight, start)
-    (captured,) = run._executor.captures
-    tail = captured.programs["tail"]
+    (captured,) = run._executor.catalogue.captures
+    tail = captured.programs.by_name["tail"]
     assert {slot.kind for slot in tail.slots} == {Kind.PARAMETER, Kind.ACCUMULATOR, Kind.SCALAR}

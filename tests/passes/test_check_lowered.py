@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 import gradsync_fx
-from gradsync_fx.api import OptimizedStep
 from gradsync_fx.comm.inplace_all_reduce import START_SUMS, WAIT_SUMS
 from gradsync_fx.errors import VerificationError
 from gradsync_fx.ir.ops import ALL_REDUCE
 from gradsync_fx.ir.ops import WAIT as WAIT_TENSOR
 from gradsync_fx.ir.program import Kind, Program
 from gradsync_fx.lowering.lower import Rewritten, rewrite
+from gradsync_fx.optimized_step import OptimizedStep
 from gradsync_fx.options import LEVERS, Options
 from gradsync_fx.passes.fuse import ADD_PRODUCT
 from gradsync_fx.passes.pointwise_updates import KernelCall, Value, Wait
@@ -61,9 +61,9 @@ class Lowered:
         given = {"gradient_accumulation_steps": 2, "bucket_cap_mb": 0.1}
         planned = OptimizedStep(step, Options.of({**given, **options}), simulated=2)
         planned.capture(model, optimizer, torch.randn(4, 128), torch.randn(4, 128))
-        (captured,) = planned._executor.captures
-        self.program: Program = captured.build(closing, tail=tail)
-        self.rewritten: Rewritten = rewrite(self.program, captured.capture.fake_mode, levers)
+        (captured,) = planned._executor.catalogue.captures
+        self.program: Program = captured.programs.build(closing, tail=tail)
+        self.rewritten: Rewritten = rewrite(self.program, captured.facts.capture.fake_mode, levers)
         self.check()
 
     @property

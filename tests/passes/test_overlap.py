@@ -13,11 +13,11 @@ from torch._inductor import config as inductor_config
 from torch._inductor.graph import GraphLowering
 from torch.fx import GraphModule, Node
 
-from gradsync_fx.api import OptimizedStep
 from gradsync_fx.comm.inplace_all_reduce import START_SUMS, WAIT_SUMS
 from gradsync_fx.ir.ops import ALL_REDUCE, WAIT
 from gradsync_fx.ir.program import Program
 from gradsync_fx.lowering.lower import lower
+from gradsync_fx.optimized_step import OptimizedStep
 from gradsync_fx.options import Options
 from gradsync_fx.passes.fuse import ADD_PRODUCT, add_products
 from gradsync_fx.passes.inline import copy_module
@@ -40,8 +40,8 @@ def boundary(
     given = {"gradient_accumulation_steps": 2, "backend": "aot_eager", "bucket_cap_mb": 1e-3}
     planned = OptimizedStep(step, Options.of({**given, **options}), simulated=2)
     planned.capture(model, optimizer, torch.randn(4, 128), torch.randn(4, 128))
-    (captured,) = planned._executor.captures
-    return captured.build(closing), captured.capture.fake_mode
+    (captured,) = planned._executor.catalogue.captures
+    return captured.programs.build(closing), captured.facts.capture.fake_mode
 
 
 def rewritten(step: Callable[..., Any], **options: Any) -> tuple[GraphModule, Cut]:

@@ -28,7 +28,7 @@ def clip(model: nn.Module) -> None:
 def boundary_of(step: Callable[..., Any], model: nn.Module, optimizer: Optimizer) -> Program:
     run = quick(step, 2)
     run.prepare(model, optimizer, *regression(1, 1)[0][0])
-    program: Program = run._executor.captures[0].programs["boundary"]
+    program: Program = run._executor.catalogue.captures[0].programs.by_name["boundary"]
     return program
 
 

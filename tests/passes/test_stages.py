@@ -28,8 +28,8 @@ def stages_of(step: Callable[..., Any]) -> Stages:
     run = quick(step, 1)
     with pytest.warns(gradsync_fx.GradSyncWarning):
         run(model, Counts(model.parameters()), *regression(1, 1)[0][0])
-    (captured,) = run._executor.captures
-    return cut(next(p for p in captured.programs.values() if is_cut(p)))
+    (captured,) = run._executor.catalogue.captures
+    return cut(next(p for p in captured.programs.by_name.values() if is_cut(p)))
 
 
 def test_nothing_is_left_to_do_behind_a_plain_update() -> None:

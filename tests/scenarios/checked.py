@@ -50,12 +50,12 @@ def both_ways(rank: int, wrap: str) -> tuple[bool, str, bool]:
 
 def one_wrong(rank: int) -> tuple[bool, str, bool]:
     """Rank 1's runtime divides its windows by a number a little too large."""
-    right = gradsync_fx.runtime.executor.Executor._divisors
+    right = gradsync_fx.runtime.ending.Ending.divisors
     if rank == 1:
-        gradsync_fx.runtime.executor.Executor._divisors = lambda self, totals: {  # type: ignore[method-assign]
+        gradsync_fx.runtime.ending.Ending.divisors = lambda self, totals: {  # type: ignore[method-assign]
             key: 1.05 * value for key, value in right(self, totals).items()
         }
     try:
         return both_ways(rank, "ddp")
     finally:
-        gradsync_fx.runtime.executor.Executor._divisors = right  # type: ignore[method-assign]
+        gradsync_fx.runtime.ending.Ending.divisors = right  # type: ignore[method-assign]

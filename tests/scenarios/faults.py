@@ -135,7 +135,7 @@ def train(
     backend: Any = Backend(mine) if options.get("backend") is None else options["backend"]
     model, optimizer = fresh()
     more = {name: value for name, value in options.items() if name not in ("backend", "slow")}
-    step = gradsync_fx.optimize(plain, gradient_accumulation_steps=K, backend=backend, **more)
+    step: Any = gradsync_fx.optimize(plain, gradient_accumulation_steps=K, backend=backend, **more)
     start = saved_for_all(folder, world)
     if start:
         states = step.load(f"{folder}/{start}.rank{rank}")
@@ -199,7 +199,7 @@ def refusal(call: Callable[[], object]) -> str:
 def interrupted_in_the_meeting(rank: int, folder: str) -> dict[str, Any]:
     """Rank 0 waits at the boundary for rank 1, which is late, and is interrupted; it saves, and leaves."""
     model, optimizer = fresh()
-    step = gradsync_fx.optimize(plain, gradient_accumulation_steps=K, backend="aot_eager")
+    step: Any = gradsync_fx.optimize(plain, gradient_accumulation_steps=K, backend="aot_eager")
     for slot in script_of(rank)[: K - 1]:
         step(model, optimizer, *slot.batch(), slot.branch)
     if rank == 0:
@@ -225,7 +225,7 @@ def interrupted_in_the_meeting(rank: int, folder: str) -> dict[str, Any]:
 def raises(rank: int) -> dict[str, Any]:
     """Rank 1 gets a batch that does not fit in its fifth call, catches the error, and goes on."""
     model, optimizer = fresh()
-    step = gradsync_fx.optimize(plain, gradient_accumulation_steps=K, backend="aot_eager")
+    step: Any = gradsync_fx.optimize(plain, gradient_accumulation_steps=K, backend="aot_eager")
     seen = []
     for i, slot in enumerate(script_of(rank)):
         if rank == 1 and i in (4, 5):  # in an accumulate call, and in a boundary
@@ -250,7 +250,7 @@ def raises_eagerly(rank: int) -> dict[str, Any]:
         optimizer.zero_grad()
 
     model, optimizer = fresh()
-    step = gradsync_fx.optimize(
+    step: Any = gradsync_fx.optimize(
         whole, gradient_accumulation_steps=2, on_unsupported="eager", rank_timeout=2.0
     )
     found: dict[str, Any] = {"type": ""}
@@ -284,7 +284,7 @@ def differ(rank: int, which: str) -> dict[str, Any]:
         else:
             options[which] = 1.0 if which == "bucket_cap_mb" else torch.bfloat16
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    step = gradsync_fx.optimize(
+    step: Any = gradsync_fx.optimize(
         plain, gradient_accumulation_steps=1, backend="aot_eager", **options
     )
     (slot, *_) = script_of(rank)

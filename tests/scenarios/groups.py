@@ -71,7 +71,7 @@ def through_torch_compile(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for way in ("optimize", "backend"):
         model, optimizer = fresh()
-        options = {"gradient_accumulation_steps": 2, "backend": "aot_eager"}
+        options: Any = {"gradient_accumulation_steps": 2, "backend": "aot_eager"}
         if way == "optimize":
             step = gradsync_fx.optimize(plain_step, **options)
         else:

@@ -1,8 +1,7 @@
 """A step that runs eagerly: its objects, its group of ranks, and the reduction of what a window summed.
 
-It stands where a `CapturedStep` stands for the runtime: the same names, the same two ways to close a window's part.
-There are no programs; the user's function is the micro-step, and what it did with its gradients is done again to close
-a window without data.
+For the runtime it is what a `CapturedStep` is (runtime/protocol.py). There are no programs; the user's function is the
+micro-step, and what it did with its gradients is done again to close a window without data.
 """
 
 from __future__ import annotations
@@ -20,16 +19,20 @@ from gradsync_fx.capture.names import batch_norms, ddp_modules, named_tensors
 from gradsync_fx.capture.reachable import Found
 from gradsync_fx.comm.collectives import OwnCollectives
 from gradsync_fx.comm.rendezvous import EAGER
+from gradsync_fx.eager.actions import Deed, Schedule, Update, Values
 from gradsync_fx.errors import CaptureError, OptionError
 from gradsync_fx.optim.state import in_groups, parameters_of
 from gradsync_fx.optim.zeroing import own_among
 from gradsync_fx.options import Options
 from gradsync_fx.planning.setting import Setting, find_setting, part_of
-from gradsync_fx.runtime.eager_actions import Deed, Schedule, Update, Values
+from gradsync_fx.runtime.accumulators import Accumulators
+from gradsync_fx.runtime.consistency import Integrity
+from gradsync_fx.runtime.ending import Closed, Ending
+from gradsync_fx.runtime.refusals import no_call_yet
 
 
 @dataclass(frozen=True, slots=True)
-class Objects:
+class TouchedObjects:
     """What a `Capture` holds of the user's objects."""
 
     parameters: dict[str, torch.Tensor]
@@ -38,10 +41,10 @@ class Objects:
     optimizers: tuple[Optimizer, ...]
     batch_norms: tuple[str, ...]
 
-    def same_as(self, other: Objects) -> bool:
+    def same_as(self, other: TouchedObjects) -> bool:
         """Whether both are the same parameters and optimizers."""
 
-        def ids(objects: Objects) -> list[int]:
+        def ids(objects: TouchedObjects) -> list[int]:
             return sorted(map(id, [*objects.parameters.values(), *objects.optimizers]))
 
         return ids(self) == ids(other)
@@ -50,10 +53,9 @@ class Objects:
 class EagerStep:
     """One user function with the objects that it was found to touch.
 
-    why: the error that kept it from being captured. deeds: what the latest call did with its gradients; signs:
-    how (effects.py). weighs: as in
-    `CapturedStep`. sums: the window's, by parameter name. trained: parameters that ever received a gradient. settled:
-    it has nothing to share in memory. collectives: its own, once a call has shown whether it has any. clearing: modules
+    why: the error that kept it from being captured. deeds: what the latest call did with its gradients; signs: how
+    (effects.py). sums: the window's, by parameter name. trained: parameters that ever received a gradient. settled: it
+    has nothing to share in memory. collectives: its own, once a call has shown whether it has any. clearing: modules
     whose `zero_grad` is the user's own.
     """
 
@@ -74,10 +76,10 @@ class EagerStep:
         # A tensor that no optimizer holds is an input: its gradient is its own.
         mine = {n: t for n, t in found.tensors.items() if id(t) in owned - known}
         optimizers = tuple(found.optimizers)
-        self.capture = Objects(
+        self.objects = TouchedObjects(
             parameters | mine, buffers, ddp_modules(seen), optimizers, batch_norms(seen)
         )
-        self.setting: Setting = find_setting(self.capture, options)
+        self.setting: Setting = find_setting(self.objects, options)
         if options.sync_each_batch:
             raise OptionError(
                 "argument 'sync_each_batch'",
@@ -94,13 +96,13 @@ class EagerStep:
             )
         self.weighs = options.reduction == "weighted" or options.skip_nonfinite
         self.clearing = own_among(found.modules)
-        self.name_of = {id(p): n for n, p in self.capture.parameters.items()}
+        self.name_of = {id(p): n for n, p in self.objects.parameters.items()}
         self.trained: set[str] = set()
         self.deeds: list[Deed] = []
         self.signs: dict[Any, list[int]] = {}
         self.collectives = OwnCollectives()
 
-    # What the runtime asks of a captured step, too.
+    # Of protocol.py.
 
     @property
     def updates(self) -> bool:
@@ -132,23 +134,23 @@ class EagerStep:
     def in_turn(self, closing: Collection[int]) -> list[int]:
         """Optimizers of the closing parts, by number, in the order in which the step looks at their gradients."""
         read = [i for deed in self.deeds if not isinstance(deed, Schedule) for i in deed.reads]
-        read = read if self.deeds else list(range(len(self.capture.optimizers)))
+        read = read if self.deeds else list(range(len(self.objects.optimizers)))
         return [i for i in dict.fromkeys(read) if self.part_of_optimizer(i) in closing]
 
     # What the step consists of.
 
     def part_of_optimizer(self, number: int) -> int:
         """The part of the window that an optimizer's parameters belong to."""
-        held = parameters_of(self.capture.optimizers[number])
+        held = parameters_of(self.objects.optimizers[number])
         return part_of(held[0], self.options) if held else 0
 
     def owners(self) -> dict[str, int]:
         """The number of the optimizer that holds each parameter; of the first, where several do."""
-        numbers = range(len(self.capture.optimizers))
+        numbers = range(len(self.objects.optimizers))
         return {name: number for number in reversed(numbers) for name in self.held_by(number)}
 
     def held_by(self, number: int) -> frozenset[str]:
-        optimizers = self.capture.optimizers
+        optimizers = self.objects.optimizers
         mine = set(map(id, in_groups(optimizers[number])))
         others = {id(p) for o in optimizers for p in in_groups(o)} - mine
         held = [p for p in parameters_of(optimizers[number]) if id(p) not in others]
@@ -156,7 +158,7 @@ class EagerStep:
 
     def number_of(self, optimizer: Optimizer) -> int:
         """Raises `CaptureError` for an optimizer that neither arguments nor names of the step led to."""
-        for i, known in enumerate(self.capture.optimizers):
+        for i, known in enumerate(self.objects.optimizers):
             if known is optimizer:
                 return i
         raise CaptureError(
@@ -172,6 +174,41 @@ class EagerStep:
         return frozenset(self.sums).difference(self.setting.ignored)
 
     # The end of a window.
+
+    def close(self, ending: Ending, args: list[Any] | None) -> Closed:
+        """A window that ends without data (its own calls end theirs: window.py), one optimizer after the other."""
+        numbers = self.in_turn(ending.meeting.closing)
+        updated = [i for i in numbers if self.settle(ending, i, ready=self.updates)]
+        self.repeat(updated)
+        self.schedule(updated)
+        self.forget_gradients()
+        return Closed([], frozenset(self.part_of_optimizer(i) for i in updated))
+
+    def settle(self, ending: Ending, number: int, *, ready: bool = True) -> bool:
+        """Reduces what the ranks' windows hold for one optimizer; says whether it is anything.
+
+        ready: whether this rank can make the update.
+        """
+        held, part, sums = self.held_by(number), self.part_of_optimizer(number), ending.accumulators
+        names = ending.line.names([n for n in sums.read_in_window() if n in held])
+        totals, late = ending.totals(ready=ready, weighs=self.weighs)
+        if names and late:
+            raise no_call_yet(late)
+        if not names or totals[part] <= 0:
+            return False
+        known = self.objects.parameters
+        sums.make({name: known[name] for name in names}, known, ending.options)
+        divisors = ending.divisors(totals)
+        ending.integrity.writes(updates=True)
+        self.leave_out(held.difference(names))
+        self.reduce(names, divisors["ranks", part], divisors["local", part])
+        return True
+
+    def participate(self, accumulators: Accumulators, integrity: Integrity) -> None:
+        """An accumulate call reduces nothing: `sync_each_batch` is refused."""
+
+    def change_steps(self, options: Options) -> None:
+        self.options = options
 
     def reduce(self, names: Collection[str], divisor: float, local: float) -> None:
         """Sums over the ranks, divided; they become the parameters' gradients, and the sums zero.
@@ -196,13 +233,13 @@ class EagerStep:
                 flat = torch.view_as_complex(flat)
             sizes = [self.sums[name].numel() for name in bucket]
             for name, piece in zip(bucket, flat.split(sizes), strict=True):
-                self._install(self.capture.parameters[name], piece)
+                self._install(self.objects.parameters[name], piece)
                 self.sums[name].zero_()
 
     def leave_out(self, names: Collection[str]) -> None:
         """Parameters without a term that counts have no gradient; a clipping that holds it by now sees zeros."""
         for name in names:
-            parameter = self.capture.parameters[name]
+            parameter = self.objects.parameters[name]
             if parameter.grad is not None:
                 parameter.grad.zero_()
                 parameter.grad = None
@@ -247,5 +284,5 @@ class EagerStep:
 
     def forget_gradients(self) -> None:
         """`.grad` is None between calls."""
-        for parameter in self.capture.parameters.values():
+        for parameter in self.objects.parameters.values():
             parameter.grad = None

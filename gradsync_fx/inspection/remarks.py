@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from gradsync_fx.capture.tracer import Capture
 from gradsync_fx.ir import ops
 from gradsync_fx.ir.ops import Role, argument
 from gradsync_fx.options import Options
 from gradsync_fx.runtime.captured_step import CapturedStep
-from gradsync_fx.runtime.eager_step import EagerStep, Objects
+from gradsync_fx.runtime.protocol import StepObjects
 
 
 _THROUGH = (
@@ -36,58 +35,58 @@ def _of(captured: CapturedStep, options: Options) -> Iterator[str]:
     yield from _unsynchronised(captured)
     yield from _divided_twice(captured, options)
     yield from _no_sync(captured)
-    yield from (str(b.opaque) for b in captured.bindings.values() if b.opaque is not None)
-    yield from of_objects(captured.capture)
+    yield from (str(b.opaque) for b in captured.programs.bindings.values() if b.opaque is not None)
+    yield from of_objects(captured.facts.capture)
 
 
-def mistakes(captured: CapturedStep | EagerStep | None, options: Options) -> tuple[str, ...]:
+def mistakes(captures: Sequence[CapturedStep], options: Options) -> tuple[str, ...]:
     """What a step written for plain accumulation still does that changes its numbers here, or has no effect."""
-    if not isinstance(captured, CapturedStep):
-        return ()
-    found = (*_divided_twice(captured, options), *_no_sync(captured))
+    found = (text for c in captures for text in (*_divided_twice(c, options), *_no_sync(c)))
     return tuple(dict.fromkeys(found))
 
 
-def of_objects(objects: Capture | Objects) -> Iterator[str]:
+def of_objects(objects: StepObjects) -> Iterator[str]:
     """What the user's modules say, however the step runs."""
     yield from _batch_norm(objects)
     yield from _flags_of_ddp(objects)
 
 
 def _nothing_removed(captured: CapturedStep, options: Options) -> Iterator[str]:
-    grouped = any(b.reduction.group is not None for b in captured.plan.buckets)
-    k, world = max(options.steps), captured.setting.world
+    grouped = any(b.reduction.group is not None for b in captured.facts.buckets)
+    k, world = max(options.steps), captured.facts.setting.world
     if world > 1 and options.accumulates and captured.updates:
         if options.sync_each_batch:
             yield (
                 f"0 gradient collectives removed although world size is {world} and k is {k or 'manual'}: "
                 "sync_each_batch=True reduces in every micro-step"
             )
-        elif not grouped and not captured.regions.hand_flat:
+        elif not grouped and not captured.facts.regions.hand_flat:
             yield f"0 gradient collectives removed although world size is {world} and k is {k or 'manual'}"
 
 
 def _unsynchronised(captured: CapturedStep) -> Iterator[str]:
-    if captured.setting.world < 2:
+    if captured.facts.setting.world < 2:
         return
     alone = [
-        captured.capture.step.leaves[leaf].name
-        for bucket in captured.plan.buckets
+        captured.facts.capture.step.leaves[leaf].name
+        for bucket in captured.facts.buckets
         if bucket.reduction.group is None
         for leaf in bucket.leaves
-        if leaf not in captured.regions.hand_flat
+        if leaf not in captured.facts.regions.hand_flat
     ]
     if alone:
         yield (
             f"parameters without gradient synchronisation: {', '.join(alone)} "
-            f"(used in step, world size {captured.setting.world})"
+            f"(used in step, world size {captured.facts.setting.world})"
         )
 
 
 def _divided_twice(captured: CapturedStep, options: Options) -> Iterator[str]:
     if options.reduction == "sum":
         return
-    for note in captured.capture.step.module.graph.find_nodes(op="call_function", target=ops.NOTE):
+    for note in captured.facts.capture.step.module.graph.find_nodes(
+        op="call_function", target=ops.NOTE
+    ):
         if argument(note, 2) != Role.LOSS:
             continue
         for node, number in _divisions(argument(note, 1)):
@@ -146,7 +145,7 @@ def _terms(value: Any) -> int:
 
 
 def _no_sync(captured: CapturedStep) -> Iterator[str]:
-    for line, forwards in captured.capture.no_syncs:
+    for line, forwards in captured.facts.capture.no_syncs:
         if forwards:
             yield f"no_sync entered at {line} has no effect here: windows are gradsync_fx's; leave it out"
         else:
@@ -156,7 +155,7 @@ def _no_sync(captured: CapturedStep) -> Iterator[str]:
             )
 
 
-def _batch_norm(objects: Capture | Objects) -> Iterator[str]:
+def _batch_norm(objects: StepObjects) -> Iterator[str]:
     if not objects.batch_norms:
         return
     names = ", ".join(objects.batch_norms)
@@ -166,7 +165,7 @@ def _batch_norm(objects: Capture | Objects) -> Iterator[str]:
     )
 
 
-def _flags_of_ddp(objects: Capture | Objects) -> Iterator[str]:
+def _flags_of_ddp(objects: StepObjects) -> Iterator[str]:
     for ddp in objects.ddp:
         for flag in ("static_graph", "find_unused_parameters"):
             if getattr(ddp, flag, False):

@@ -1,0 +1,195 @@
+"""The programs of one captured step, by key: built and compiled on first need, and kept with what they were made of.
+
+    closing parts, tail or not, the updates as they are traced now -> key -> program -> compiled program
+
+An optimizer whose structure changes is traced anew, and so asks for other programs; the earlier ones stay, as flags are
+toggled back and forth.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from gradsync_fx._torch import compile_lock
+from gradsync_fx.comm.liveness import compiling
+from gradsync_fx.ir.journal import Journal
+from gradsync_fx.ir.ops import argument
+from gradsync_fx.ir.program import Program
+from gradsync_fx.lowering.artifacts import artifact
+from gradsync_fx.lowering.lower import Compiled, decompositions, lower
+from gradsync_fx.optim.binding import Binding, left_as_they_are
+from gradsync_fx.optim.opaque import Opaque
+from gradsync_fx.optim.trace import Update
+from gradsync_fx.passes import build
+from gradsync_fx.passes.stages import in_stages
+from gradsync_fx.passes.update import update_key
+from gradsync_fx.planning.plan import Plan
+from gradsync_fx.runtime.captured_facts import CapturedFacts
+from gradsync_fx.runtime.window import NONE
+
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltProgram:
+    """A program before lowering. updates, opaque: those that close in it, by `update_key`: what was traced for it, and
+    what runs as it is."""
+
+    program: Program
+    updates: Mapping[str, Update]
+    opaque: Mapping[str, Opaque]
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledProgram:
+    """A program that can run. run: takes the list of its inputs, and returns its outputs."""
+
+    built: BuiltProgram
+    run: Compiled
+
+    @property
+    def program(self) -> Program:
+        return self.built.program
+
+
+class ProgramCache:
+    """Builds and compiles for one captured step.
+
+    plan: what its programs have in common, with nothing closing. bindings: its updates, by `update_key`. by_name: the
+    latest program of each name. compile_seconds: by name. journal: what the passes did.
+    """
+
+    def __init__(
+        self,
+        facts: CapturedFacts,
+        accumulators: dict[str, torch.Tensor],
+        weights: dict[int, torch.Tensor],
+    ) -> None:
+        self._facts = facts
+        group = facts.setting.group
+        self.plan = Plan(
+            step=facts.capture.step,
+            regions=facts.regions,
+            buckets=facts.buckets,
+            part_of_leaf=facts.part_of_leaf,
+            part_of_update=facts.part_of_update,
+            closing=NONE,
+            accumulators=accumulators,
+            weights=weights,
+            weighing=facts.weighing,
+            group=group.group_name if group is not None else None,
+            world=facts.setting.world,
+            updates={},
+            opaque={},
+            names={id(p): name for name, p in facts.capture.parameters.items()},
+            state_tensors={},
+            wire_dtype=facts.setting.wire_dtype,
+            sync_each_batch=facts.options.sync_each_batch,
+        )
+        self.bindings = _bind(facts)
+        self.journal = Journal()
+        self.by_name: dict[str, Program] = {}
+        self.compile_seconds: dict[str, float] = {}
+        self._built: dict[tuple[Any, ...], BuiltProgram] = {}
+        self._compiled: dict[tuple[Any, ...], CompiledProgram] = {}
+
+    def __len__(self) -> int:
+        """Programs compiled so far."""
+        return len(self._compiled)
+
+    def compiled(
+        self, closing: frozenset[int], *, tail: bool = False, by_name: bool = False
+    ) -> CompiledProgram:
+        """The program for the optimizers as they are now, compiled. by_name: with the buckets in the order of names."""
+        capture, options = self._facts.capture, self._facts.options
+        key, traced = self._select(closing, tail, by_name)
+        if key not in self._compiled:
+            start = time.perf_counter()
+            try:
+                with compile_lock, compiling(options.rank_timeout):
+                    built = self._build(key, traced)
+                    one = partial(lower, fake_mode=capture.fake_mode, options=options)
+                    tensors = {**capture.buffers, **capture.parameters}
+                    lowered = in_stages(built.program, one, tensors)
+            except Exception as failure:
+                if left_as_they_are(self.bindings.values(), failure):
+                    return self.compiled(closing, tail=tail, by_name=by_name)
+                raise
+            name = built.program.name
+            self.compile_seconds[name] = seconds = time.perf_counter() - start
+            log.info("compiled the %s program in %.2f s", name, seconds)
+            self._compiled[key] = CompiledProgram(built, lowered)
+        return self._compiled[key]
+
+    def build(self, closing: frozenset[int], *, tail: bool = False) -> Program:
+        """The program before lowering."""
+        return self._build(*self._select(closing, tail, False)).program
+
+    def _select(
+        self, closing: frozenset[int], tail: bool, by_name: bool
+    ) -> tuple[tuple[Any, ...], dict[str, Update | Opaque]]:
+        """The key of a program, and the updates that are traced for it. What was built keeps its updates alive, so
+        that no other ever has their ids."""
+        traced = {n: b.trace() for n, b in self.bindings.items() if b.part in closing}
+        return (closing, tail, by_name, *map(id, traced.values())), traced
+
+    def _build(self, key: tuple[Any, ...], traced: dict[str, Update | Opaque]) -> BuiltProgram:
+        closing, tail, by_name, *_ = key
+        if key not in self._built:
+            updates = {n: u for n, u in traced.items() if not isinstance(u, Opaque)}
+            opaque = {n: u for n, u in traced.items() if isinstance(u, Opaque)}
+            plan = replace(
+                self.plan,
+                closing=closing,
+                buckets=self._facts.buckets_by_name if by_name else self._facts.buckets,
+                updates=updates,
+                opaque=opaque,
+                state_tensors={n: self.bindings[n].state_tensors(u) for n, u in updates.items()},
+            )
+            name = self._name(closing, tail)
+            program = build(name, plan, self._facts.capture.fake_mode, self.journal, tail=tail)
+            self._built[key] = BuiltProgram(program, updates, opaque)
+            self.by_name[name] = program
+            module = program.module
+            if log.isEnabledFor(logging.DEBUG):
+                log.debug("%s program, %d nodes:\n%s", name, len(module.graph.nodes), module.code)
+            artifact(name.replace(" ", "_"), lambda: module.code)
+        return self._built[key]
+
+    def _name(self, closing: frozenset[int], tail: bool) -> str:
+        if not closing:
+            return "accumulate"
+        name = "tail" if tail else "boundary"
+        if closing >= set(self._facts.parts):
+            return name
+        some = [type(b.optimizer).__name__ for b in self.bindings.values() if b.part in closing]
+        return f"{name} of {', '.join(some)} ({', '.join(map(str, sorted(closing)))})"
+
+
+def _bind(facts: CapturedFacts) -> dict[str, Binding]:
+    """The step's updates, each bound to its optimizer."""
+    bindings: dict[str, Binding] = {}
+    for node, part in facts.part_of_update.items():
+        fresh = _bound(node, part, facts)
+        for other in bindings.values():
+            if other.shares_state(fresh):
+                for one in (other, fresh):
+                    one.leave_as_it_is("it is called more than once in a step, and has state")
+        bindings[update_key(node)] = fresh
+    return bindings
+
+
+def _bound(node: Node, part: int, facts: CapturedFacts) -> Binding:
+    handle, which = node.args[0], node.args[1]
+    optimizer = facts.capture.optimizers[handle]  # type: ignore[index]
+    given = str(argument(node, 4))
+    return Binding(optimizer, tuple(which), given, decompositions(facts.options), part)  # type: ignore[arg-type]

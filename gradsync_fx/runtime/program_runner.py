@@ -1,0 +1,93 @@
+"""Runs one compiled program of a captured step: binds its inputs, and puts into optimizers what it leaves."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+
+from gradsync_fx.comm.inplace_all_reduce import forget
+from gradsync_fx.ir.program import Kind, Program
+from gradsync_fx.lowering.lower import as_it_is
+from gradsync_fx.optim.opaque import warn_of
+from gradsync_fx.runtime.captured_facts import CapturedFacts
+from gradsync_fx.runtime.consistency import Integrity
+from gradsync_fx.runtime.divisors import Divisors
+from gradsync_fx.runtime.program_cache import CompiledProgram, ProgramCache
+
+
+_HELD = frozenset((Kind.STATE, Kind.SCALAR))
+Held = dict[tuple[Kind, Any], torch.Tensor]
+
+
+class ProgramRunner:
+    """measured: calls and seconds of each program, by its name."""
+
+    def __init__(self, facts: CapturedFacts, programs: ProgramCache, integrity: Integrity) -> None:
+        self._facts, self._programs, self._integrity = facts, programs, integrity
+        self.measured: dict[str, tuple[int, float]] = {}
+        self._warned: set[str] = set()
+
+    def run(self, compiled: CompiledProgram, args: list[Any], divisors: Divisors) -> list[Any]:
+        """Returns what the program does, without the optimizer state that it created. args: the step's own inputs."""
+        program, updates, opaque = compiled.program, compiled.built.updates, compiled.built.opaque
+        held = self._held(compiled, divisors)
+        start = time.perf_counter()
+        inputs = self._inputs(program, args, held)
+        first = None
+        if as_it_is(self._facts.options) and program.first_written is not None:
+            first = inputs[program.first_written]
+            version = first._version
+        warn_of(opaque, self._warned)
+        self._integrity.writes(updates=bool(updates or opaque))
+        try:
+            with torch.no_grad(), record_function(f"gradsync_fx: {program.name}"):
+                results = list(compiled.run(inputs))
+        except BaseException:
+            forget(self._programs.plan.accumulators.values())
+            if first is not None and first._version == version:
+                self._integrity.spared()  # an assert of the step's own, say
+            raise
+        calls, seconds = self.measured.get(program.name, (0, 0.0))
+        self.measured[program.name] = (calls + 1, seconds + time.perf_counter() - start)
+        self._commit(compiled, results)
+        return results
+
+    def _held(self, compiled: CompiledProgram, divisors: Divisors) -> Held:
+        """Divisors of the window, and what the optimizers hold."""
+        held: Held = {
+            (Kind.SCALAR, ("divisor", *which)): torch.tensor(value, dtype=torch.float64)
+            for which, value in divisors.items()
+        }
+        for key, update in compiled.built.updates.items():
+            binding = self._programs.bindings[key]
+            for i, tensor in enumerate(binding.state_tensors(update)):
+                held[Kind.STATE, (key, i)] = tensor
+            for i, scalar in enumerate(binding.scalars(update)):
+                held[Kind.SCALAR, (key, i)] = scalar
+        return held
+
+    def _inputs(self, program: Program, args: list[Any], held: Held) -> list[Any]:
+        owned: dict[Kind, Any] = {
+            Kind.ACCUMULATOR: self._programs.plan.accumulators,
+            Kind.WEIGHT: self._programs.plan.weights,
+        }
+        return [
+            owned[slot.kind][slot.key]
+            if slot.kind in owned
+            else held[slot.kind, slot.key]
+            if slot.kind in _HELD
+            else args[slot.key]
+            for slot in program.slots
+        ]
+
+    def _commit(self, compiled: CompiledProgram, results: list[Any]) -> None:
+        """Takes created state off the end of the results, where the programs put it, into the optimizers."""
+        updates = compiled.built.updates
+        for key in reversed(list(updates)):
+            count = len(updates[key].created)
+            created = results[len(results) - count :]
+            del results[len(results) - count :]
+            self._programs.bindings[key].commit(updates[key], created)

@@ -1,0 +1,84 @@
+"""What the runtime asks of a step. Two kinds answer: `CapturedStep`, and `EagerStep` of a step that runs as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, Protocol
+
+from torch.optim import Optimizer
+
+from gradsync_fx.comm.collectives import OwnCollectives
+from gradsync_fx.options import Options
+from gradsync_fx.planning.setting import Objects, Setting
+from gradsync_fx.runtime.accumulators import Accumulators
+from gradsync_fx.runtime.consistency import Integrity
+from gradsync_fx.runtime.ending import Closed, Ending
+
+
+class StepObjects(Objects, Protocol):
+    """The user's objects that a step touches, by the names that the user knows."""
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]: ...
+    @property
+    def batch_norms(self) -> tuple[str, ...]: ...
+
+
+class StepProtocol(Protocol):
+    """A step as windows see it, however its calls run.
+
+    The executor counts, lets the ranks meet, and asks a step for the rest: what it is (the properties), where it stands
+    (`layout_for`, `certain`), and to end a window (`close`).
+    """
+
+    @property
+    def objects(self) -> StepObjects: ...
+    @property
+    def setting(self) -> Setting:
+        """Its ranks, and what goes between them."""
+
+    @property
+    def collectives(self) -> OwnCollectives:
+        """Those of the step's own code, as far as they are known."""
+
+    @property
+    def updates(self) -> bool:
+        """Whether it is known how it changes a parameter: without that, a call can only accumulate."""
+
+    @property
+    def can_close(self) -> bool:
+        """Whether it can take part in the end of a window without data."""
+
+    @property
+    def weighs(self) -> bool:
+        """Whether the weights of a window are known only when its micro-steps have run."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether it knows what it shares with other ranks in memory, or has nothing to share."""
+
+    @property
+    def reduced(self) -> frozenset[str]:
+        """Parameters whose gradients are reduced over the ranks of the window, and so stay the same on all of them."""
+
+    @property
+    def speaks_in_every_call(self) -> bool:
+        """Whether also an accumulate call meets the other ranks: it has collectives anyway, of ours or of its own."""
+
+    def layout_for(self, in_window: Collection[str]) -> int:
+        """A number for the buckets that hold the window's gradients; see `Position`."""
+
+    def certain(self, in_window: Collection[str], closing: Collection[int]) -> bool:
+        """Whether each gradient that closes has a term that counts, whatever the weight of the call that comes.
+
+        closing: no parts where the other ranks say which.
+        """
+
+    def close(self, ending: Ending, args: list[Any] | None) -> Closed:
+        """Ends the window: reduces and updates. args: of the call that ends it; None without data."""
+
+    def participate(self, accumulators: Accumulators, integrity: Integrity) -> None:
+        """Takes part, without data, in the reductions of the other ranks' accumulate call."""
+
+    def change_steps(self, options: Options) -> None:
+        """Another window length. Raises where the step cannot have it."""

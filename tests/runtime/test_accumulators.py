@@ -1,0 +1,45 @@
+"""What a window holds: told at once where a micro-step counts in any case, else read when somebody asks."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from gradsync_fx.options import Options
+from gradsync_fx.runtime.accumulators import Accumulators
+
+
+def with_sums() -> Accumulators:
+    held = Accumulators(1)
+    held.place_weights(torch.device("cpu"))
+    parameters = dict(nn.Linear(2, 1).named_parameters())
+    held.make(parameters, parameters, Options())
+    return held
+
+
+def test_a_term_that_counts_in_any_case_is_there_at_once() -> None:
+    held = with_sums()
+    held.added(["weight"], weighed=False)
+    assert list(held.read_in_window()) == ["weight"]
+
+
+def test_a_weighed_term_is_there_once_its_weight_was_read_and_is_not_zero() -> None:
+    held = with_sums()
+    held.added(["weight"], weighed=True)  # of weight 0
+    assert list(held.read_in_window()) == []
+    held.weights[0].add_(3)
+    held.added(["bias"], weighed=True)
+    held.weights[0].add_(2)  # a later call's: that one reads for itself
+    assert list(held.read_in_window()) == ["bias"]
+    held.closed([0])
+    assert list(held.read_in_window()) == []
+
+
+def test_terms_that_were_saved_come_back_with_their_weights() -> None:
+    held = with_sums()
+    held.weights[0].add_(3)
+    held.added(["bias"], weighed=True)
+    held.restore_in_window(["weight"])
+    assert list(held.read_in_window()) == ["weight"], "what was not read yet is gone"
+    held.added(["bias"], weighed=True)  # of weight 0 again
+    assert list(held.read_in_window()) == ["weight"]
