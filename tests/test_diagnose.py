@@ -529,7 +529,7 @@ def test_a_ragged_end_is_a_note() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    only(seen(train, 5), "window-left-open", "note", "ragged", "1 micro-steps")
+    only(seen(train, 5), "window-left-open", "note", "ragged", "1 micro-step that")
 
 
 def test_a_flushed_end_is_right() -> None:

@@ -84,7 +84,7 @@ def test_a_report_of_what_ran_has_measured_times_apart_from_predicted_ones() -> 
 
 def test_every_node_has_a_region_and_the_counts_agree() -> None:
     report = explained(gradient_accumulation_steps=2, world_size=2)
-    roles = ["forward", "backward", "gradient sync", "optimizer", "other"]
+    roles = ["forward", "backward", "gradient sync", "clipping", "optimizer", "other"]
     assert [region.role for region in report.regions] == roles
     for region in report.regions:
         assert region.nodes == sum(node.region == region.role for node in report.graph)

@@ -236,7 +236,7 @@ def _capture(
     if len(fakes) != len(sources):
         raise CaptureError(
             "inputs of the step",
-            seen=f"{len(sources)} tensors became {len(fakes)} inputs",
+            seen=f"tensors: {len(sources)}; inputs that the trace made of them: {len(fakes)}",
             wanted="inputs that are not views of one storage, and no tensor subclasses",
             fix="pass tensors that own their storage (tensor.clone())",
         )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
+from gradsync_fx.wording import number_of
+
 
 VERSION = 1
 ERROR, WARNING, NOTE = "error", "warning", "note"
@@ -80,8 +82,8 @@ class Diagnosis:
     def _seen(self) -> str:
         closed = [w for w in self.windows if w.updated]
         text = (
-            f"seen: {sum(w.micro_steps for w in self.windows)} micro-steps, {len(closed)} updates "
-            f"(micro_steps={self.micro_steps}, world size {self.world_size})"
+            f"seen: {number_of(sum(w.micro_steps for w in self.windows), 'micro-step')}, "
+            f"{number_of(len(closed), 'update')} (micro_steps={self.micro_steps}, world size {self.world_size})"
         )
         if closed:
             text += (

@@ -34,7 +34,8 @@ from gradsync_fx.runtime.captured_step import NONE, CapturedStep
 from gradsync_fx.runtime.remarks import remarks
 
 
-ROLES = ("forward", "backward", "gradient sync", "optimizer", "other")
+ROLES = ("forward", "backward", "gradient sync", "clipping", "optimizer", "other")
+CLIPPING = f"{ops.TORCHS}nn/utils/clip_grad.py"
 
 
 def describe(
@@ -101,9 +102,9 @@ def _region(captured: CapturedStep, node: Node, origin: Node | None) -> str:
     if origin.target is ops.UPDATE:
         return "optimizer"
     if origin in captured.regions.beyond:
-        return (
-            "gradient sync" if ops.is_collective(origin) or origin.target is ops.WAIT else "other"
-        )
+        if ops.is_collective(origin) or origin.target is ops.WAIT:
+            return "gradient sync"
+        return "clipping" if CLIPPING in (origin.meta.get("stack_trace") or "") else "other"
     return "backward" if origin.meta.get("autograd_backward") else "forward"
 
 

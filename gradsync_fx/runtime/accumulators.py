@@ -18,6 +18,7 @@ from gradsync_fx.planning.shareable import bytes_of
 from gradsync_fx.runtime.captured_step import CapturedStep
 from gradsync_fx.runtime.eager_step import EagerStep
 from gradsync_fx.runtime.state_format import check_fits, foreign_state
+from gradsync_fx.wording import number_of
 
 
 class Accumulators:
@@ -117,8 +118,8 @@ class Accumulators:
             held[name].grad = None
         if dropped:
             warnings.warn(
-                f"{dropped[0]!r} had a .grad ({len(dropped)} parameters in all): dropped. The window's gradients are "
-                "kept in accumulators; see step.gradients().",
+                f"{dropped[0]!r} had a .grad ({number_of(len(dropped), 'parameter')} in all): dropped. The "
+                "window's gradients are kept in accumulators; see step.gradients().",
                 GradSyncWarning,
                 stacklevel=3,
             )

@@ -17,6 +17,7 @@ from gradsync_fx.runtime.habits import habits
 from gradsync_fx.runtime.refusals import changed_steps, nothing_captured
 from gradsync_fx.runtime.remarks import mistakes
 from gradsync_fx.user_lines import warn_user
+from gradsync_fx.wording import number_of
 
 
 def flush(executor: Executor, on_update: Any = None) -> None:
@@ -97,8 +98,8 @@ def warn_of_pending(executor: Executor, name: str) -> None:
     pending = executor.window.pending
     if pending and executor.saved != executor.window:
         warnings.warn(
-            f"{name} ended with {pending} pending micro-steps in an open window: they are lost. Call flush() after the "
-            "last batch, or discard() to drop them on purpose.",
+            f"{name} ended with {number_of(pending, 'pending micro-step')} in an open window: what was summed is "
+            "lost. Call flush() after the last batch, or discard() to drop them on purpose.",
             GradSyncWarning,
             stacklevel=2,
         )
