@@ -35,7 +35,7 @@ test: $(VENV)/.dev
 test-torch:
 	$(PYTHON) tests/versions.py '$(TORCH)' $(JOBS)
 
-# Formats the code, and writes the layout table of README.md anew from the modules' docstrings.
+# Formats the code, and writes the layout table of docs/layout.md anew from the modules' docstrings.
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
