@@ -71,7 +71,7 @@ class OptimizedStep:
             f"step {self._name!r}",
             fix="make a step for each thread: gradsync_fx.optimize(train_step, ...)",
         )
-        weakref.finalize(self, _end, self._executor, self._name, self._find.at_end)
+        weakref.finalize(self, _end, self._executor, self._name, self._line, self._find.at_end)
 
     def __get__(self, instance: Any, owner: type | None = None) -> OptimizedStep:
         """As a decorated method: each object has a step, and a window, of its own."""
@@ -347,9 +347,9 @@ class _Finder:
             self._demand.key, self._demand.parameters = "", ()
 
 
-def _end(executor: Executor, name: str, at_end: ExitStack) -> None:
+def _end(executor: Executor, name: str, line: str, at_end: ExitStack) -> None:
     """Of a step that is gone."""
-    warn_of_pending(executor, name)
+    warn_of_pending(executor, name, line)
     at_end.close()
 
 

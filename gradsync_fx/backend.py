@@ -22,7 +22,7 @@ from torch import nn
 
 from gradsync_fx._torch import compile_fx, dynamo, dynamo_backends, dynamo_compilers, lookup_backend
 from gradsync_fx.api import OptimizedStep
-from gradsync_fx.errors import GradSyncWarning, NoBackwardError, OptionError, WindowError
+from gradsync_fx.errors import NoBackwardError, OptionError, WindowError
 from gradsync_fx.options import Options
 from gradsync_fx.user_lines import warn_user
 
@@ -134,6 +134,5 @@ def _warn() -> None:
     warn_user(
         'backend="gradsync" compiles a whole training step; this has no backward in it, and is compiled by Inductor. '
         "Compile the function that calls forward, backward and optimizer.step(): torch.compile(train_step, "
-        'backend="gradsync").',
-        GradSyncWarning,
+        'backend="gradsync").'
     )

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gradsync_fx.diagnosis.events import user_line
 from gradsync_fx.diagnosis.findings import Diagnosis, WindowSeen
 from gradsync_fx.diagnosis.rules import findings
 from gradsync_fx.diagnosis.watch import Watch, watching
 from gradsync_fx.diagnosis.windows import Loop, Window, windows
 from gradsync_fx.errors import NoGradientError, OptionError
+from gradsync_fx.user_lines import user_line
 
 
 def diagnose(
@@ -39,7 +39,7 @@ def diagnose(
     of itself. What it wraps while it watches it puts back, also when `fn` raises; the error is `fn`'s own then.
     A loop without a backward is a `NoGradientError`.
     """
-    line, _ = user_line()
+    line = user_line()
     if isinstance(micro_steps, bool) or not isinstance(micro_steps, int) or micro_steps < 1:
         raise OptionError(
             "micro_steps",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class GradSyncError(Exception):
     """Base of all errors raised by gradsync_fx.
@@ -18,6 +20,15 @@ class GradSyncError(Exception):
         if fix:
             text += f"\n  what to do: {fix}"
         super().__init__(text)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exception would call the class with the whole message; process pools and copy.copy need the four parts.
+        parts = {"seen": self.seen, "wanted": self.wanted, "fix": self.fix}
+        return _made_again, (type(self), self.culprit, parts), self.__dict__
+
+
+def _made_again(kind: type[GradSyncError], culprit: str, parts: dict[str, str]) -> GradSyncError:
+    return kind(culprit, **parts)
 
 
 class OptionError(GradSyncError, ValueError):
@@ -73,7 +84,7 @@ class WindowError(GradSyncError):
 
 
 class RanksDisagreeError(WindowError):
-    """The ranks stand at different places of the window, or run different programs."""
+    """The ranks stand at different positions in the window, or run different programs."""
 
 
 class RankLostError(RanksDisagreeError):
@@ -81,7 +92,7 @@ class RankLostError(RanksDisagreeError):
 
 
 class ReplicaMismatchError(GradSyncError):
-    """The ranks' copies of the model differ at the first call: parameters, buffers, their forms or values."""
+    """The ranks' copies of the model differ at the first call: parameters, buffers, their shapes or values."""
 
 
 class StateError(GradSyncError):

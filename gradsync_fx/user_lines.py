@@ -1,22 +1,46 @@
-"""Whose line it was: the nearest frame of the user's own code, below torch, us and libraries that wrap both."""
+"""Whose code it is: torch's, ours, a library's or the user's, and the user's line that is at work.
+
+Every message names the nearest line of the user's own code, below torch, us and the libraries that call both in the
+user's name.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
+import sysconfig
 import warnings
+from collections.abc import Iterable
 from types import FrameType
 
 import torch
 
+from gradsync_fx.errors import GradSyncWarning
 
+
+def _folder(file: str | None) -> str:
+    return os.path.join(os.path.dirname(os.path.abspath(file or "")), "")
+
+
+TORCHS, OURS = _folder(torch.__file__), _folder(__file__)
+# Of frozen modules, and of graphs that torch made Python functions of.
+_OF_NOBODY = ("<frozen", "<eval_with_key")
+_STANDARD = _folder(os.__file__)
+_INSTALLED = tuple({sysconfig.get_path(key) for key in ("stdlib", "purelib", "platlib")})
 # They call training code or torch in the user's name, so a line of theirs tells the user nothing.
 _WRAPPERS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
+NOWHERE = "a line that torch did not record"
+
+
+def is_library(file: str | None) -> bool:
+    """Whether a source file belongs to torch, to us, to the standard library or to anything that is installed."""
+    return file is None or file.startswith((*_OF_NOBODY, TORCHS, OURS, *_INSTALLED))
 
 
 def is_users(file: str) -> bool:
-    """Whether a source file is the user's: not torch's, ours, the standard library's, or a wrapping library's."""
-    if file.startswith(("<frozen", "<eval_with_key")) or file.startswith(_LIBRARIES):
+    """Whether a line of this file tells the user something: it is the user's, or of a model library, say."""
+    if file.startswith((*_OF_NOBODY, TORCHS, OURS)):
         return False
     _, installed, path = file.rpartition(f"{os.sep}site-packages{os.sep}")
     if installed:
@@ -24,9 +48,36 @@ def is_users(file: str) -> bool:
     return not file.startswith(_STANDARD)
 
 
-def warn_user(message: str, category: type[Warning]) -> None:
-    """`warnings.warn` at the user's line, however many calls of libraries are between."""
-    warnings.warn(message, category, stacklevel=len(up_to_users()))
+def user_line() -> str:
+    """`file:line` where the user's code is now."""
+    last = up_to_users()[-1]
+    file = last.f_code.co_filename
+    return f"{file}:{last.f_lineno}" if is_users(file) else NOWHERE
+
+
+def users_among(places: Iterable[tuple[str, int | str]]) -> str | None:
+    """`file:line` of the last of these places, outermost first, that is the user's; None where none is."""
+    own = [f"{file}:{line}" for file, line in places if is_users(file)]
+    return own[-1] if own else None
+
+
+def places_in(text: str) -> list[tuple[str, str]]:
+    """File and line of each entry of a printed stack, outermost first."""
+    found: list[tuple[str, str]] = re.findall(r'File "([^"]+)", line (\d+)', text)
+    return found
+
+
+def warn_user(message: str, *, otherwise: str = "") -> None:
+    """A `GradSyncWarning` at the user's line, however many calls of libraries are between.
+
+    otherwise: `file:line` to name where no code of the user's is running, as at the end of the process.
+    """
+    frames = up_to_users()
+    file, _, line = otherwise.rpartition(":")
+    if file and not is_users(frames[-1].f_code.co_filename):
+        warnings.warn_explicit(message, GradSyncWarning, file, int(line))
+    else:
+        warnings.warn(message, GradSyncWarning, stacklevel=len(frames))
 
 
 def up_to_users() -> list[FrameType]:
@@ -37,11 +88,3 @@ def up_to_users() -> list[FrameType]:
         frame = frame.f_back
         found.append(frame)
     return found
-
-
-def _folder(file: str | None) -> str:
-    return os.path.join(os.path.dirname(os.path.abspath(file or "")), "")
-
-
-_LIBRARIES = (_folder(torch.__file__), _folder(__file__))
-_STANDARD = _folder(os.__file__)

@@ -6,6 +6,7 @@ A loop marks the line that is to be blamed with a comment, `# culprit: NAME`.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -157,6 +158,32 @@ def test_an_error_of_the_loop_is_its_own_and_the_watch_ends() -> None:
     with pytest.raises(ZeroDivisionError):
         diagnose(broken, micro_steps=K)
     assert torch.autograd.backward is before
+
+
+def test_a_module_imported_while_it_is_watched_keeps_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "imported_late.py").write_text(
+        "from torch.autograd import backward\n\ndef run(x, call=backward):\n    call(x)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    plain = torch.autograd.backward
+
+    def loop(ddp: nn.Module, optimizer: Optimizer, data: list[Any]) -> None:
+        import imported_late  # type: ignore[import-not-found]
+
+        assert imported_late.backward is not plain
+        right(ddp, optimizer, data)
+
+    ddp, optimizer = parts()
+    diagnose(loop, ddp, optimizer, batches(), micro_steps=K)
+    late = sys.modules.pop("imported_late")
+    assert late.backward is plain
+
+    # A default argument cannot be put back: what stands there watches no more.
+    weight = torch.ones(2, requires_grad=True)
+    late.run((weight * 3).sum())
+    assert weight.grad.tolist() == [3, 3]
 
 
 def test_nothing_to_diagnose_is_an_error() -> None:

@@ -6,6 +6,8 @@ begun, is in test_window_errors; ranks that disagree are in test_ranks_disagreem
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +49,19 @@ def test_every_error_is_a_gradsync_error() -> None:
     assert len(names) > 10
     assert all(issubclass(getattr(gradsync_fx, n), gradsync_fx.GradSyncError) for n in names)
     assert issubclass(gradsync_fx.GradSyncWarning, UserWarning)
+
+
+@pytest.mark.parametrize(
+    "again", [copy.copy, copy.deepcopy, lambda e: pickle.loads(pickle.dumps(e))]
+)
+@pytest.mark.parametrize("name", [n for n in gradsync_fx.__all__ if n.endswith("Error")])
+def test_errors_pass_through_process_pools(name: str, again: Callable[[Any], Any]) -> None:
+    error = getattr(gradsync_fx, name)("the step", seen="this", wanted="that", fix="change it")
+    error.add_note("epoch 3")
+    same = again(error)
+    assert type(same) is type(error)
+    assert str(same) == str(error)
+    assert vars(same) == vars(error)
 
 
 # Arguments of optimize

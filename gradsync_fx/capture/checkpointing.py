@@ -53,7 +53,7 @@ def refuse_reentrant(module: GraphModule) -> None:
         for node in inner.graph.find_nodes(op="call_function", target=_CHECKPOINT):
             if node.kwargs.get("use_reentrant") is not False:
                 raise CaptureError(
-                    f"torch.utils.checkpoint at {ops.user_line(node)}",
+                    f"torch.utils.checkpoint at {ops.node_line(node)}",
                     seen=f"use_reentrant={node.kwargs.get('use_reentrant', 'None, which means True')}: "
                     "a backward inside of backward, which cannot be traced",
                     wanted="checkpoints of the other kind",

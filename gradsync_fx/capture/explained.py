@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import linecache
-import re
 from collections.abc import Callable
 from typing import Any
 
 from gradsync_fx._torch import TorchDynamoException, TorchRuntimeError
 from gradsync_fx.errors import CaptureError, GradSyncError
-from gradsync_fx.ir.ops import OURS, TORCHS
+from gradsync_fx.user_lines import places_in, users_among
 
 
 def explained(failure: BaseException, function: Callable[..., Any]) -> GradSyncError:
@@ -38,14 +37,9 @@ _RAISED, _EXPLAINS = "raised exception", "Explanation"
 
 def _user_place(text: str, function: Callable[..., Any]) -> str:
     """The last line of the user's own that torch's report of a failed trace names."""
-    own = [f"{file}:{line}" for file, line in _places(text) if not file.startswith((TORCHS, OURS))]
     code = getattr(function, "__code__", None)
-    return own[-1] if own else f"{code.co_filename}:{code.co_firstlineno}" if code else "the step"
-
-
-def _places(text: str) -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = re.findall(r'File "([^"]+)", line (\d+)', text)
-    return found
+    own = users_among(places_in(text))
+    return own or (f"{code.co_filename}:{code.co_firstlineno}" if code else "the step")
 
 
 # Reasons of Dynamo's behind which the step's own exception may stand: what it raises by itself, in all likelihood.
@@ -72,5 +66,5 @@ def may_be_raised(failure: TorchDynamoException) -> bool:
         getattr(failure, "gb_type", None) or ""
     ).startswith(_RAISING):
         return True
-    lines = [linecache.getline(file, int(line)).lstrip() for file, line in _places(str(failure))]
+    lines = [linecache.getline(file, int(line)).lstrip() for file, line in places_in(str(failure))]
     return any(line.startswith(("raise ", "assert ")) for line in lines)

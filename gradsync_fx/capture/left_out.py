@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import random
 import sys
-import sysconfig
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
@@ -26,12 +25,11 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from gradsync_fx.ir.ops import OURS, TORCHS
 from gradsync_fx.optim.reached import FROM_CELLS, TEXT, an, cells_of, uses, words
+from gradsync_fx.user_lines import is_library
 
 
 MANY = 4096  # items of a list: beyond them, it is data
-_LIBRARIES = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib"))
 _DRAWS = words(
     "seed manual_seed manual_seed_all seed_all set_rng_state fork_rng setstate set_state default_rng random rand randn "
     "randint randrange randperm rand_like randn_like randint_like uniform normal gauss choice choices sample shuffle "
@@ -154,7 +152,7 @@ class _Walk:
         self._objects.append((module, module.__name__))
 
     def _attributes(self, value: Any, what: str) -> None:
-        if isinstance(value, ModuleType) and _is_library(getattr(value, "__file__", None)):
+        if isinstance(value, ModuleType) and is_library(getattr(value, "__file__", None)):
             draws = sorted(self.names & _DRAWS & vars(value).keys())
             if draws and value.__name__.partition(".")[0] in ("random", "numpy", "torch"):
                 raise Touches(f"it uses {value.__name__}.{draws[0]}: a random generator")
@@ -191,7 +189,7 @@ class _Walk:
         inner = getattr(function, "__wrapped__", None)
         if inner is not None:
             self.function(inner)
-        if _is_library(function.__code__.co_filename):
+        if is_library(function.__code__.co_filename):
             if function.__name__ in _DRAWS and function.__module__.startswith(("torch", "random")):
                 raise Touches(f"it calls {function.__name__}: a random generator")
             return
@@ -253,8 +251,4 @@ def _of_user(cls: type) -> bool:
 
 def _is_users(function: Any) -> bool:
     code = getattr(function, "__code__", None)
-    return code is not None and not _is_library(code.co_filename)
-
-
-def _is_library(file: str | None) -> bool:
-    return file is None or file.startswith(("<frozen", TORCHS, OURS, *_LIBRARIES))
+    return code is not None and not is_library(code.co_filename)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -20,8 +20,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from gradsync_fx.capture.trace_state import Observed
+from gradsync_fx.capture.trace_state import Observed, outermost
+from gradsync_fx.optim.reached import uses
 from gradsync_fx.optim.state import parameters_of
+from gradsync_fx.user_lines import is_library
 
 
 MANY = 4096  # items of a list: beyond them, it is data
@@ -39,7 +41,20 @@ class Found:
 
     def observed(self) -> Observed:
         """As a trace would have noted it."""
-        return Observed(modules=list(self.modules), optimizers=list(self.optimizers))
+        return Observed(
+            modules=list(self.modules),
+            within_reach=self.roots(),
+            optimizers=list(self.optimizers),
+        )
+
+    def roots(self) -> list[tuple[str, nn.Module]]:
+        """The outermost modules, those that an optimizer here trains ahead of others."""
+        trained = {id(p) for o in self.optimizers for p in parameters_of(o)}
+
+        def idle(named: tuple[str, nn.Module]) -> bool:
+            return all(id(p) not in trained for p in named[1].parameters())
+
+        return sorted(outermost(self.modules), key=idle)
 
 
 def discover(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Found:
@@ -108,13 +123,17 @@ def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
             yield name, cell.cell_contents
         except ValueError:
             continue  # a name that is not assigned yet
-    for name in _global_names(function.__code__):
+    used = list(uses(function.__code__))
+    attributes = dict.fromkeys(name for op, name in used if "ATTR" in op or op == "LOAD_METHOD")
+    for name in dict.fromkeys(name for op, name in used if op in ("LOAD_GLOBAL", "LOAD_NAME")):
         if name in function.__globals__:
             yield name, function.__globals__[name]
+            yield from _of_import(name, function.__globals__[name], attributes)
 
 
-def _global_names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _global_names(constant)
+def _of_import(path: str, value: Any, attributes: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """What a module of the user's own, known by a global name, holds under names that the function uses."""
+    if isinstance(value, ModuleType) and not is_library(getattr(value, "__file__", None)):
+        for name in attributes:
+            if name in vars(value) and vars(value)[name] is not value:
+                yield f"{path}.{name}", vars(value)[name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, MethodType
@@ -24,7 +24,7 @@ from gradsync_fx._torch import (
     read_attribute,
 )
 from gradsync_fx.errors import CaptureError
-from gradsync_fx.ir.ops import OURS
+from gradsync_fx.user_lines import is_users
 
 
 CallSite = tuple[CodeType, int]  # code and offset of the instruction that makes the call
@@ -83,7 +83,8 @@ class NoSync:
 
 @dataclass(slots=True)
 class Observed:
-    """What one trace met: modules in the order of first touch, leaves by number, optimizers by handle.
+    """What one trace met: modules in the order of first touch (within_reach: the outermost ones that any branch of the
+    step could meet), leaves by number, optimizers by handle.
 
     demanded: parameters that receive a gradient in any case, and no others do; empty for an ordinary trace. behind:
     call sites that wait for the program's end, as an earlier trace stopped at them (deferred_calls.py); could_wait:
@@ -100,6 +101,7 @@ class Observed:
     read_lists: frozenset[int] = frozenset()
     answers: Sequence[Any] = ()  # at other libraries' calls, ahead of those at torch's
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
+    within_reach: list[tuple[str, nn.Module]] = field(default_factory=list)
     leaves: list[torch.Tensor] = field(default_factory=list)
     optimizers: list[Optimizer] = field(default_factory=list)
     update_lines: dict[int, str] = field(default_factory=dict)
@@ -166,8 +168,14 @@ class Observed:
 
     def roots(self) -> list[tuple[str, nn.Module]]:
         """The outermost modules."""
-        inside = {id(c) for _, m in self.modules for c in m.modules() if c is not m}
-        return [(name, m) for name, m in self.modules if id(m) not in inside]
+        return outermost(self.modules)
+
+
+def outermost(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Those that no other one holds, in the same order."""
+    known = list(modules)
+    inside = {id(c) for _, m in known for c in m.modules() if c is not m}
+    return [(name, m) for name, m in known if id(m) not in inside]
 
 
 _current = threading.local()
@@ -200,7 +208,7 @@ def observing(fresh: Observed) -> Iterator[Observed]:
 def line_of(tx: Any) -> str:
     """`file:line` of the user's code that is being traced."""
     frame = tx.frame_summary()
-    while frame.filename.startswith(OURS) and getattr(tx, "parent", None) is not None:
+    while not is_users(frame.filename) and getattr(tx, "parent", None) is not None:
         tx = tx.parent
         frame = tx.frame_summary()
     return f"{frame.filename}:{frame.lineno}"

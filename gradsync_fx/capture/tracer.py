@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradsync_fx._torch import (
-    BatchNorm,
     FakeTensorMode,
     TorchDynamoException,
     aot_module_simplified,
@@ -36,8 +35,10 @@ from gradsync_fx.capture.checkpointing import refuse_reentrant, rematerialize, t
 from gradsync_fx.capture.counts import Followed
 from gradsync_fx.capture.explained import explained
 from gradsync_fx.capture.markers import TRACED, Demand
+from gradsync_fx.capture.names import batch_norms, ddp_modules, named_tensors
 from gradsync_fx.capture.past_autograd import keep_writes, outputs_in_their_places
 from gradsync_fx.capture.patches import intercepting
+from gradsync_fx.capture.reachable import discover
 from gradsync_fx.capture.trace_state import (
     CallSite,
     Declared,
@@ -123,17 +124,21 @@ def traced(
     run = context(whole_step)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        while True:
-            try:
-                with one_call():
-                    result = run(*args, **kwargs)[0]
-                    now = runs()
-                    asked.deferred = now.deferred if now is not None else ()
-                    return result
-            except TorchDynamoException as failure:
-                # Nothing of the step has run: the trace starts over, with one call more behind the program.
-                if not scoped.try_again():
-                    raise explained(failure, function) from failure
+        scoped.called = function, args, kwargs
+        try:
+            while True:
+                try:
+                    with one_call():
+                        result = run(*args, **kwargs)[0]
+                        now = runs()
+                        asked.deferred = now.deferred if now is not None else ()
+                        return result
+                except TorchDynamoException as failure:
+                    # Nothing of the step has run: the trace starts over, with one call more after the program.
+                    if not scoped.try_again():
+                        raise explained(failure, function) from failure
+        finally:
+            scoped.called = ()
 
     if at_end is not None:
         # Dynamo holds what it captured, model and programs with it, by the step's code and by its backend.
@@ -153,10 +158,11 @@ class _Scoped:
         self._read_lists: frozenset[int] = frozenset()
         self._symbols: frozenset[str] = frozenset()
         self._learned = False
+        self.called: tuple[Any, ...] = ()  # the step and its arguments, while it is called
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         fresh = Observed(self._demand.parameters, self._behind, self._read_lists)
-        fresh.symbols = self._symbols
+        fresh.symbols, fresh.within_reach = self._symbols, self._within_reach()
         with compiling(self._rank_timeout), intercepting(fresh) as seen:
             try:
                 return self._callback(*args, **kwargs)
@@ -165,6 +171,12 @@ class _Scoped:
                 if seen.refusal is not None and not self._learned:
                     raise seen.refusal from None
                 raise
+
+    def _within_reach(self) -> list[tuple[str, nn.Module]]:
+        try:
+            return discover(*self.called).roots()
+        except TypeError:
+            return []  # it does not take these arguments, as the trace is about to find
 
     def _learn(self, seen: Observed) -> bool:
         before = self._behind, self._read_lists, self._symbols
@@ -298,46 +310,6 @@ def _unmark(graph: GraphModule, leaves: dict[int, Leaf]) -> None:
         if argument(marker, 1) not in leaves:
             marker.replace_all_uses_with(argument(marker, 0))
             graph.graph.erase_node(marker)
-
-
-def named_tensors(seen: Observed) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Parameters and buffers of the outermost modules met, by the inner module's names (no `module.` of DDP)."""
-    parameters: dict[str, torch.Tensor] = {}
-    buffers: dict[str, torch.Tensor] = {}
-    for source, root in seen.roots():
-        inner = root.module if isinstance(root, DistributedDataParallel) else root
-        wrapped = _has_inner_ddp(inner)
-        for found, named in (
-            (parameters, inner.named_parameters()),
-            (buffers, inner.named_buffers()),
-        ):
-            for name, tensor in named:
-                if any(tensor is t for t in found.values()):
-                    continue
-                name = name.replace(".module.", ".") if wrapped else name
-                found[f"{readable(source)}.{name}" if name in found else name] = tensor
-    return parameters, buffers
-
-
-def ddp_modules(seen: Observed) -> tuple[DistributedDataParallel, ...]:
-    """All of them, also those inside of other modules; the outer one first."""
-    inside = dict.fromkeys(m for _, root in seen.modules for m in root.modules())
-    return tuple(m for m in inside if isinstance(m, DistributedDataParallel))
-
-
-def batch_norms(seen: Observed) -> tuple[str, ...]:
-    """Names of the BatchNorm layers that train."""
-    found = []
-    for _, root in seen.roots():
-        inner = root.module if isinstance(root, DistributedDataParallel) else root
-        for name, module in inner.named_modules():
-            if isinstance(module, BatchNorm) and module.training:
-                found.append(name or type(module).__name__)
-    return tuple(found)
-
-
-def _has_inner_ddp(module: nn.Module) -> bool:
-    return any(isinstance(m, DistributedDataParallel) for m in module.modules())
 
 
 def _check(step: Step, seen: Observed, parameters: dict[str, torch.Tensor], manual: bool) -> None:

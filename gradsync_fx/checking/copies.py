@@ -10,7 +10,6 @@ import copy
 import copyreg
 import dis
 import functools
-import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -24,17 +23,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradsync_fx._torch import counted_by_scheduler, tree_leaves
+from gradsync_fx.capture.names import ddp_modules, named_tensors
 from gradsync_fx.capture.reachable import discover
-from gradsync_fx.capture.tracer import ddp_modules, named_tensors
 from gradsync_fx.errors import WindowError
-from gradsync_fx.ir.ops import OURS, TORCHS
 from gradsync_fx.optim.state import parameters_of
 from gradsync_fx.optim.zeroing import own_among
-
-
-# Functions of these hold nothing of the user's: they are shared.
-LIBRARIES = ("stdlib", "platstdlib", "purelib", "platlib")
-OTHERS = (TORCHS, OURS, *(sysconfig.get_path(name) for name in LIBRARIES))
+from gradsync_fx.user_lines import is_library
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +165,8 @@ class _Copier:
         return copied
 
     def _function(self, function: FunctionType) -> FunctionType:
-        if function.__code__.co_filename.startswith(OTHERS):
-            return function
+        if is_library(function.__code__.co_filename):
+            return function  # it holds nothing of the user's
         # Without the module's name: Dynamo would look a global of an imported module up in the module itself.
         theirs_all = function.__globals__
         namespace = self._namespaces.setdefault(

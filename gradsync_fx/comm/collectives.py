@@ -19,7 +19,7 @@ from torch.fx import Node
 from gradsync_fx._torch import group_of_name
 from gradsync_fx.comm.rendezvous import Line, Meeting
 from gradsync_fx.errors import RanksDisagreeError
-from gradsync_fx.ir.ops import argument, user_line
+from gradsync_fx.ir.ops import argument, node_line
 from gradsync_fx.ir.regions import Regions
 
 
@@ -119,7 +119,7 @@ def _described(node: Node) -> Remaining:
         group=tuple(dist.get_process_group_ranks(group_of_name(name))),
         dtype=", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in tensors})),
         size="?" if free else "+".join(map(str, sizes)),
-        line=user_line(node),
+        line=node_line(node),
     )
 
 

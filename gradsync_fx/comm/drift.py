@@ -7,13 +7,13 @@ compare these. Only where they differ are numbers of each parameter exchanged, a
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Collection, Mapping
 
 import torch
 
 from gradsync_fx.comm.rendezvous import Line, broadcast
-from gradsync_fx.errors import GradSyncWarning, RanksDisagreeError
+from gradsync_fx.errors import RanksDisagreeError
+from gradsync_fx.user_lines import warn_user
 from gradsync_fx.wording import number_of
 
 
@@ -90,11 +90,9 @@ class Drift:
                 )
         if differing and not self._warned:
             self._warned = True
-            warnings.warn(
+            warn_user(
                 f"parameter {differing[0]!r} and {len(differing) - 1} more differ among the ranks after update "
-                f"{update}, by no more than rounding: machines of different kinds, perhaps. Not warned about again.",
-                GradSyncWarning,
-                stacklevel=2,
+                f"{update}, by no more than rounding: machines of different kinds, perhaps. Not warned about again."
             )
 
 

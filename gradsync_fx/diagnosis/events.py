@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 from gradsync_fx.diagnosis.graph import Division
-from gradsync_fx.user_lines import is_users, up_to_users
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +82,3 @@ class Rescaled(Event):
 @dataclass(frozen=True, slots=True)
 class Sent(Event):
     """Collectives outside of DDP that may carry gradients: a reduction by hand, or one that only the group saw."""
-
-
-def user_line() -> tuple[str, bool]:
-    """Where the user's code is now, and whether Accelerate is what called from there."""
-    *libraries, last = up_to_users()
-    file = last.f_code.co_filename
-    line = f"{file}:{last.f_lineno}" if is_users(file) else "unknown place:0"
-    return line, any(f"{os.sep}accelerate{os.sep}" in f.f_code.co_filename for f in libraries)

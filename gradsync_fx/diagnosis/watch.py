@@ -6,9 +6,12 @@ counted by the sequence number that the group itself keeps. Gradients are read (
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
+import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
@@ -27,7 +30,8 @@ from torch.optim.optimizer import (
 
 from gradsync_fx._torch import is_compiled, started_collectives
 from gradsync_fx.diagnosis import events, graph
-from gradsync_fx.diagnosis.events import Event, user_line
+from gradsync_fx.diagnosis.events import Event
+from gradsync_fx.user_lines import up_to_users, user_line
 
 
 C = TypeVar("C")
@@ -102,7 +106,7 @@ class Watch:
 
     def forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
-            line, _ = user_line()
+            line = user_line()
             self._catch_up(line)
             self.watch(ddp.parameters())
             synced = torch.is_grad_enabled() and bool(ddp.require_backward_grad_sync)
@@ -125,13 +129,13 @@ class Watch:
     def inner_forward(self, _module: nn.Module, _args: Any) -> None:
         """A hook ahead of the forward of a module inside a DDP module."""
         if "forward" not in self._inside and torch.is_grad_enabled():
-            self.events.append(events.Forward(user_line()[0], synced=False, bypassed=True))
+            self.events.append(events.Forward(user_line(), synced=False, bypassed=True))
 
     def no_sync(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @contextmanager
         def no_sync(ddp: DistributedDataParallel) -> Iterator[None]:
             with original(ddp):
-                self._no_syncs.append(user_line()[0])
+                self._no_syncs.append(user_line())
                 try:
                     yield
                 finally:
@@ -145,7 +149,7 @@ class Watch:
                 return original(tensors, *args, **kwargs)
             roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             roots = [t for t in roots if isinstance(t, Tensor)]
-            line, by_accelerate = user_line()
+            line, by_accelerate = user_line(), _by_accelerate()
             reached = graph.reached(roots)
             self.parameters |= reached
             before = self._catch_up(line)
@@ -205,7 +209,7 @@ class Watch:
                     own = False
                 if not own:
                     return original(*args, **kwargs)
-                line, _ = user_line()
+                line = user_line()
                 self._catch_up(line)
                 self.events.append(kind(line))
                 with self._running(name):
@@ -223,7 +227,7 @@ class Watch:
         def step(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             if not scaler.is_enabled():
                 return original(scaler, optimizer, *args, **kwargs)
-            line, _ = user_line()
+            line = user_line()
             held = self._catch_up(line)
             self.before_step(optimizer, (), {}, line=line, held=held, scaler=True)
             with self._running("scaler"):
@@ -240,7 +244,7 @@ class Watch:
         """A hook ahead of every optimizer's step."""
         if "scaler" in self._inside:
             return
-        line = line or user_line()[0]
+        line = line or user_line()
         own = {id(p): p for g in optimizer.param_groups for p in g["params"]}
         held = self._catch_up(line) if held is None else held
         self.watch(own.values())
@@ -263,7 +267,7 @@ class Watch:
             result = original(tensor, *args, **kwargs)
             now = self._sequence()
             if self._is_gradient(tensor):
-                self.events.append(events.Sent(user_line()[0]))
+                self.events.append(events.Sent(user_line()))
             elif now is not None and sent is not None and self._sent is not None:
                 self._sent += now - sent
             return result
@@ -315,27 +319,45 @@ def watching(group: dist.ProcessGroup | None) -> Iterator[Watch]:
         yield watch
 
 
+def _by_accelerate() -> bool:
+    """Whether Accelerate is what called from the user's line."""
+    between = up_to_users()[:-1]
+    return any(f"{os.sep}accelerate{os.sep}" in f.f_code.co_filename for f in between)
+
+
 @contextmanager
 def _everywhere(changes: list[tuple[Any, Any]]) -> Iterator[None]:
-    """Puts functions in the place of others under every name that a module has for these."""
-    for function, other in changes:
-        other.__name__, other.__doc__ = function.__name__, function.__doc__
-    by_id = {id(function): (function, other) for function, other in changes}
-    found = [
-        (names, name, *by_id[id(value)])
-        for module in list(sys.modules.values())
-        for names in [getattr(module, "__dict__", None)]
-        if isinstance(names, dict)
-        for name, value in list(names.items())
-        if id(value) in by_id
-    ]
-    for names, name, _, other in found:
-        names[name] = other
+    """Puts functions in the place of others under every name that a module has for these.
+
+    Modules that are first imported meanwhile get the functions themselves back, too; whoever keeps one of the others
+    elsewhere (in a default argument, say) has what calls the function and does no more.
+    """
+    over = threading.Event()
+
+    def until_over(function: Callable[..., Any], other: Callable[..., Any]) -> Any:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (function if over.is_set() else other)(*args, **kwargs)
+
+        return call
+
+    pairs = [(function, until_over(function, other)) for function, other in changes]
+    _put(pairs)
     try:
         yield
     finally:
-        for names, name, function, _ in found:
-            names[name] = function
+        over.set()
+        _put([(other, function) for function, other in pairs])
+
+
+def _put(changes: list[tuple[Any, Any]]) -> None:
+    by_id = {id(function): other for function, other in changes}
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", None)
+        if isinstance(names, dict):
+            for name, value in list(names.items()):
+                if id(value) in by_id:
+                    names[name] = by_id[id(value)]
 
 
 def _family(kind: type[C]) -> list[type[C]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -15,14 +14,14 @@ from torch.optim import Optimizer
 from gradsync_fx import scaling
 from gradsync_fx._torch import tree_map_only
 from gradsync_fx.capture.tracer import no_optimizer_error
-from gradsync_fx.diagnosis.events import user_line
 from gradsync_fx.eager.effects import Effects, Signs
-from gradsync_fx.errors import CaptureError, GradSyncWarning, ReadBeforeBoundaryError
+from gradsync_fx.errors import CaptureError, ReadBeforeBoundaryError
 from gradsync_fx.optim import zeroing
 from gradsync_fx.optim.opaque import closure_given
 from gradsync_fx.planning.setting import unmapped
 from gradsync_fx.runtime.eager_actions import Clip, Deed, Schedule, Update, needed
 from gradsync_fx.runtime.eager_step import EagerStep
+from gradsync_fx.user_lines import user_line, warn_user
 
 
 Settle = Callable[[int, frozenset[str]], bool]
@@ -157,14 +156,10 @@ class EagerCall:
         """`micro_batch_weight`."""
         reduction = self._step.options.reduction
         if reduction != "weighted" and not self._step.deeds:
-            warnings.warn(
-                f'micro_batch_weight has no effect with reduction="{reduction}"',
-                GradSyncWarning,
-                stacklevel=4,
-            )
+            warn_user(f'micro_batch_weight has no effect with reduction="{reduction}"')
         if self.weight is not None:
             raise CaptureError(
-                f"micro_batch_weight, at {user_line()[0]}",
+                f"micro_batch_weight, at {user_line()}",
                 seen="it is called twice in one call of the step",
                 wanted="one call, with the weight of the whole micro-batch",
                 fix="add the weights up first",
@@ -172,7 +167,7 @@ class EagerCall:
         self.weight = torch.as_tensor(weight, dtype=torch.float64).detach().cpu()
         if self.weight.numel() != 1:
             raise CaptureError(
-                f"micro_batch_weight, at {user_line()[0]}",
+                f"micro_batch_weight, at {user_line()}",
                 seen=f"a tensor of shape {tuple(self.weight.shape)}",
                 wanted="one number for the micro-batch",
                 fix="pass the sum, or the number of tokens",
@@ -246,7 +241,7 @@ def _changed(name: str) -> CaptureError:
 
 def _entangled(name: str) -> CaptureError:
     return CaptureError(
-        f"clipping, at {user_line()[0]}",
+        f"clipping, at {user_line()}",
         seen=f"it reads the gradient of {name!r}, which belongs to an optimizer with a window of its own",
         wanted="optimizers whose gradients do not meet (in one clipping, say) when each has its own k",
         fix="clip each optimizer's parameters apart, or give them one k",

@@ -20,11 +20,11 @@ import torch
 
 from gradsync_fx._torch import tree_leaves, tree_map_only
 from gradsync_fx.capture.untouched import storage_of
-from gradsync_fx.diagnosis.events import user_line
 from gradsync_fx.eager.storages import Held, Origin, alive, as_given, on_copies, written
 from gradsync_fx.errors import CaptureError
 from gradsync_fx.runtime.eager_actions import Deed, Done, Piece
 from gradsync_fx.runtime.eager_step import EagerStep
+from gradsync_fx.user_lines import user_line
 
 
 ITEM = torch.ops.aten._local_scalar_dense.default
@@ -262,7 +262,7 @@ class Effects:
             return  # of gradients: another call need not have had them
         before = self._earlier.get(key, [])[len(found) - 1 :][:1]
         if not before or (found[-1] and before[0] not in (0, found[-1])):
-            raise _differs(f"{what()}, at {user_line()[0]}")
+            raise _differs(f"{what()}, at {user_line()}")
 
     def end(self) -> None:
         """When the step has ended. Raises `CaptureError` where it left out a late write of the call before."""
@@ -324,7 +324,7 @@ class Effects:
             outs=outs or tuple(s for s in slots if s is not None),
             changes=tuple(s for s in changed if s is not None),
             writes=writes,
-            line=user_line()[0] if writes and self._read_on_host else "",
+            line=user_line() if writes and self._read_on_host else "",
         )
         self._call.deeds.append(deed)
 

@@ -28,9 +28,8 @@ from gradsync_fx.checking.reference_window import same_random_numbers
 from gradsync_fx.comm.rank_failure import is_of_connection
 from gradsync_fx.eager.patches import watching
 from gradsync_fx.errors import CaptureError, GradSyncError
-from gradsync_fx.ir.ops import OURS
 from gradsync_fx.optim.zeroing import own_among
-from gradsync_fx.user_lines import is_users
+from gradsync_fx.user_lines import OURS, is_users
 
 
 def raise_own(function: Callable[..., Any], args: Any, kwargs: Any, failure: BaseException) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,11 +16,12 @@ from gradsync_fx.comm.rendezvous import ACCUMULATE, BOUNDARY, Meeting
 from gradsync_fx.eager.call import EagerCall
 from gradsync_fx.eager.following import following
 from gradsync_fx.eager.patches import watching
-from gradsync_fx.errors import CaptureError, GradSyncWarning, NoOptimizerError
+from gradsync_fx.errors import CaptureError, NoOptimizerError
 from gradsync_fx.runtime.captured_step import NONE
 from gradsync_fx.runtime.eager_step import EagerStep
 from gradsync_fx.runtime.executor import Executor
 from gradsync_fx.runtime.window import WindowState
+from gradsync_fx.user_lines import warn_user
 
 
 class EagerWindow:
@@ -37,11 +37,9 @@ class EagerWindow:
         self._steps: dict[tuple[int, ...], EagerStep] = {}
         inner = inspect.unwrap(getattr(function, "__func__", function))
         self._globals: dict[str, Any] = getattr(inner, "__globals__", {})
-        warnings.warn(
+        warn_user(
             f"the step runs eagerly, as it cannot be captured ({why.culprit}: {why.seen}). Its windows are the same; "
-            "what is lost is the rewrite: nothing is compiled, and no reduction is overlapped.",
-            GradSyncWarning,
-            stacklevel=5,
+            "what is lost is the rewrite: nothing is compiled, and no reduction is overlapped."
         )
 
     def prepare(self, args: Any, kwargs: Any) -> None:

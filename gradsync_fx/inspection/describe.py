@@ -32,10 +32,11 @@ from gradsync_fx.options import Options
 from gradsync_fx.planning.plan import Bucket
 from gradsync_fx.runtime.captured_step import NONE, CapturedStep
 from gradsync_fx.runtime.remarks import remarks
+from gradsync_fx.user_lines import TORCHS
 
 
 ROLES = ("forward", "backward", "gradient sync", "clipping", "optimizer", "other")
-CLIPPING = f"{ops.TORCHS}nn/utils/clip_grad.py"
+CLIPPING = f"{TORCHS}nn/utils/clip_grad.py"
 
 
 def describe(
@@ -140,7 +141,7 @@ def _graph(captured: CapturedStep, programs: dict[str, Program]) -> tuple[GraphN
                 op=f"{slot.kind.value}" if slot else str(node.target),
                 region="input" if slot else _region(captured, node, origin),
                 module=modules.get(origin, "") if origin is not None else "",
-                line=ops.user_line(origin) if origin is not None and not slot else "",
+                line=ops.node_line(origin) if origin is not None and not slot else "",
                 inputs=tuple(s.name for s in node.all_input_nodes if s.name in names),
                 shape=sizes(tensor.shape) if tensor is not None else (),
                 dtype=dtype_name(tensor.dtype) if tensor is not None else "",
@@ -234,7 +235,7 @@ def _kept(captured: CapturedStep) -> tuple[Kept, ...]:
             continue
         else:
             why = "it reads reduced gradients: once, at the boundary"
-        found.append(Kept(str(node.target), ops.user_line(node), why, node.name))
+        found.append(Kept(str(node.target), ops.node_line(node), why, node.name))
     return tuple(found)
 
 

@@ -10,7 +10,6 @@ loss = training_step(batch) -> backward -> clipping -> optimizer -> schedulers o
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +19,8 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from gradsync_fx.errors import GradSyncWarning, OptionError
+from gradsync_fx.errors import OptionError
+from gradsync_fx.user_lines import warn_user
 
 
 # Methods that Lightning's Trainer calls between forward and the next batch. A step that left out what a module does in
@@ -99,7 +99,7 @@ def step_of(
         for method, name, value in _reads_of_the_trainer(type(module))
     ]
     for text in left_out:
-        warnings.warn(f"{type(module).__name__}.{text}", GradSyncWarning, stacklevel=2)
+        warn_user(f"{type(module).__name__}.{text}")
     if gradient_clip_algorithm not in ("norm", "value"):
         raise OptionError(
             "gradient_clip_algorithm",

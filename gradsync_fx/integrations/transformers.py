@@ -15,7 +15,6 @@ the window is a plain sum (`reduction="sum"`).
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,7 +24,8 @@ from torch.nn.utils import clip_grad_norm_
 from transformers import Trainer
 
 from gradsync_fx.api import OptimizedStep, optimize
-from gradsync_fx.errors import GradSyncWarning, OptionError
+from gradsync_fx.errors import OptionError
+from gradsync_fx.user_lines import warn_user
 
 
 _DECIDED = ("gradient_accumulation_steps", "reduction")
@@ -106,10 +106,8 @@ class GradSyncTrainerMixin:
         )
         if step.sync_gradients:
             if not self.accelerator.sync_gradients:
-                warnings.warn(
-                    f"the data ended inside a window: its {n} micro-batches made an update that Trainer does not count",
-                    GradSyncWarning,
-                    stacklevel=2,
+                warn_user(
+                    f"the data ended inside a window: its {n} micro-batches made an update that Trainer does not count"
                 )
             # The loop's own optimizer.step() is Accelerate's, which this closes: the update has been made.
             self.accelerator.gradient_state.sync_gradients = False

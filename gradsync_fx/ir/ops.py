@@ -11,13 +11,13 @@ All are opaque to tracing (a fake kernel only) and never run: slicing deals with
 from __future__ import annotations
 
 import operator
-import os
-import re
 from enum import IntEnum
 from typing import Any
 
 import torch
 from torch.fx import Node
+
+from gradsync_fx.user_lines import NOWHERE, places_in, users_among
 
 
 _LIBRARY = torch.library.Library("gradsync_fx", "DEF")
@@ -127,15 +127,6 @@ def is_linear(node: Node) -> bool:
     return node.target is _aten.add.Tensor
 
 
-def user_line(node: Node) -> str:
+def node_line(node: Node) -> str:
     """`file:line` of the user's code that a node stands for, as far as torch recorded it."""
-    trace = node.meta.get("stack_trace") or ""
-    found = re.findall(r'File "([^"]+)", line (\d+)', trace)
-    outside = [(f, n) for f, n in found if not f.startswith((TORCHS, OURS))]
-    file, line = (outside or found or [("unknown place", "0")])[-1]
-    return f"{file}:{line}"
-
-
-TORCHS, OURS = (
-    os.path.join(os.path.dirname(f), "") for f in (torch.__file__, os.path.dirname(__file__))
-)
+    return users_among(places_in(node.meta.get("stack_trace") or "")) or NOWHERE

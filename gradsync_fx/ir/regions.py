@@ -264,7 +264,7 @@ def check_weights(step: Step, regions: Regions) -> None:
     for weight in weights:
         if weight.meta["val"].numel() != 1:
             raise CaptureError(
-                f"micro_batch_weight, at {ops.user_line(weight)}",
+                f"micro_batch_weight, at {ops.node_line(weight)}",
                 seen=f"a weight of shape {tuple(weight.meta['val'].shape)}",
                 wanted="a number, or a tensor of one element",
                 fix="sum it up: micro_batch_weight(mask.sum())",
@@ -273,7 +273,7 @@ def check_weights(step: Step, regions: Regions) -> None:
     for value in [*weights, *losses, *(argument(m, 0) for m in cuts)]:
         if nearest.of(value):
             raise CaptureError(
-                f"weights of micro-steps, at {ops.user_line(value)}",
+                f"weights of micro-steps, at {ops.node_line(value)}",
                 seen="a weight, a loss or a gradient that depends on an update or a reduced gradient of the same call",
                 wanted="one update, after all losses of the step",
                 fix='make a step of each part, or leave out skip_nonfinite and reduction="weighted"',
@@ -344,7 +344,7 @@ def _refuse(step: Step, cut: Node, inside: set[Node]) -> None:
     name = step.leaves[int(argument(cut, 1))].name
     raise ReadBeforeBoundaryError(
         f"synced gradient of {name!r}",
-        seen=f"it is read at {ops.user_line(reader)} by {reader.name} ({reader.target}) before the boundary",
+        seen=f"it is read at {ops.node_line(reader)} by {reader.name} ({reader.target}) before the boundary",
         wanted="gradients that are read only by the update when gradient_accumulation_steps > 1",
         fix="use gradient_accumulation_steps=1 for this step, or read the gradient after the last backward",
     )

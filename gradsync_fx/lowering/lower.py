@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import warnings
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -29,7 +28,6 @@ from gradsync_fx._torch import (
     tracing,
 )
 from gradsync_fx.comm.inplace_all_reduce import START_SUMS
-from gradsync_fx.errors import GradSyncWarning
 from gradsync_fx.gc_off import gc_off
 from gradsync_fx.ir.program import Program, output_values
 from gradsync_fx.lowering.compile_lock import compile_once
@@ -46,6 +44,7 @@ from gradsync_fx.passes.pointwise_updates import (
     cut_updates,
     run_calls,
 )
+from gradsync_fx.user_lines import warn_user
 
 
 Compiled = Callable[[list[Any]], Any]
@@ -182,11 +181,9 @@ def _compiled_anew(
     except Exception:
         shutil.rmtree(beside, ignore_errors=True)
         raise failure from failure.__cause__
-    warnings.warn(
+    warn_user(
         f"a file in Inductor's cache is damaged ({type(failure).__name__}); the program was compiled anew, beside it. "
-        f"To have it cached again, delete {folder}, or set TORCHINDUCTOR_CACHE_DIR to another folder",
-        GradSyncWarning,
-        stacklevel=2,
+        f"To have it cached again, delete {folder}, or set TORCHINDUCTOR_CACHE_DIR to another folder"
     )
     return compiled
 

@@ -21,8 +21,8 @@ import torch
 from torch.fx import Graph
 from torch.optim import Optimizer
 
-from gradsync_fx.ir.ops import TORCHS
 from gradsync_fx.optim.reached import MISSING, Reached, Unseen, an, is_constant, is_torchs
+from gradsync_fx.user_lines import TORCHS
 
 
 class Footprint:

@@ -9,7 +9,6 @@ second program where something reads an updated parameter, and the fusion of the
 from __future__ import annotations
 
 import ast
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +16,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from gradsync_fx.errors import GradSyncWarning, UpdateError
+from gradsync_fx.errors import UpdateError
 from gradsync_fx.optim.reached import an, is_torchs
 from gradsync_fx.optim.state import parameters_of
+from gradsync_fx.user_lines import warn_user
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,10 +65,8 @@ def warn_of(updates: Mapping[str, Opaque], told: set[str]) -> None:
     for key, update in updates.items():
         if key not in told:
             told.add(key)
-            warnings.warn(
-                f"{update}. That is right for any optimizer; it costs what the compiler would have joined.",
-                GradSyncWarning,
-                stacklevel=4,
+            warn_user(
+                f"{update}. That is right for any optimizer; it costs what the compiler would have joined."
             )
 
 

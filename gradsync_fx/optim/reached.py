@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from gradsync_fx.ir.ops import TORCHS
+from gradsync_fx.user_lines import TORCHS
 
 
 FROM_CELLS = ("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_CLOSURE")

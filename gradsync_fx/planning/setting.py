@@ -18,7 +18,7 @@ from gradsync_fx._torch import communication_hooks
 from gradsync_fx.capture.tracer import Capture
 from gradsync_fx.comm.liveness import in_job
 from gradsync_fx.errors import CaptureError, OptionError
-from gradsync_fx.ir.ops import LEAF_GRAD, argument, user_line
+from gradsync_fx.ir.ops import LEAF_GRAD, argument, node_line
 from gradsync_fx.ir.regions import Regions
 from gradsync_fx.optim.state import in_groups, parameters_of
 from gradsync_fx.options import Options
@@ -210,7 +210,7 @@ def _entangled(capture: Capture, update: Node, cut: Node) -> CaptureError:
         else "another"
     )
     return CaptureError(
-        f"{optimizer}, at {user_line(update)}",
+        f"{optimizer}, at {node_line(update)}",
         seen=f"its update reads the gradient of {name}, which belongs to an optimizer with a window of its own",
         wanted="optimizers whose gradients do not meet (in one clipping, say) when each has its own k",
         fix="clip each optimizer's parameters apart, or give them one k",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -11,13 +10,14 @@ from gradsync_fx._torch import has_hooks
 from gradsync_fx.capture.tracer import hook_error
 from gradsync_fx.comm.flat_buffers import allocate
 from gradsync_fx.comm.shared_memory import Room, open_room
-from gradsync_fx.errors import GradSyncWarning, WindowError
+from gradsync_fx.errors import WindowError
 from gradsync_fx.options import Options
 from gradsync_fx.planning.setting import accumulator_dtype, part_of
 from gradsync_fx.planning.shareable import bytes_of
 from gradsync_fx.runtime.captured_step import CapturedStep
 from gradsync_fx.runtime.eager_step import EagerStep
 from gradsync_fx.runtime.state_format import check_fits, foreign_state
+from gradsync_fx.user_lines import warn_user
 from gradsync_fx.wording import number_of
 
 
@@ -117,11 +117,9 @@ class Accumulators:
         for name in dropped:
             held[name].grad = None
         if dropped:
-            warnings.warn(
+            warn_user(
                 f"{dropped[0]!r} had a .grad ({number_of(len(dropped), 'parameter')} in all): dropped. The "
-                "window's gradients are kept in accumulators; see step.gradients().",
-                GradSyncWarning,
-                stacklevel=3,
+                "window's gradients are kept in accumulators; see step.gradients()."
             )
 
     def place_weights(self, device: torch.device) -> None:

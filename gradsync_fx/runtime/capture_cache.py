@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 
 from gradsync_fx.capture.tracer import Capture, hook_error
-from gradsync_fx.errors import GradSyncWarning, WindowError
+from gradsync_fx.errors import WindowError
 from gradsync_fx.ir.regions import check_deferrable
 from gradsync_fx.optim.state import in_groups
 from gradsync_fx.options import Options
@@ -17,6 +16,7 @@ from gradsync_fx.runtime.accumulators import Accumulators
 from gradsync_fx.runtime.captured_step import CapturedStep
 from gradsync_fx.runtime.consistency import Integrity
 from gradsync_fx.runtime.eager_step import EagerStep, Objects
+from gradsync_fx.user_lines import warn_user
 
 
 class Found(Exception):
@@ -72,11 +72,7 @@ class Catalogue:
         if options.accumulates:
             check_deferrable(capture.step, captured.regions)
         if capture.weighed and options.reduction != "weighted" and not self.captures:
-            warnings.warn(
-                f'micro_batch_weight has no effect with reduction="{options.reduction}"',
-                GradSyncWarning,
-                stacklevel=2,
-            )
+            warn_user(f'micro_batch_weight has no effect with reduction="{options.reduction}"')
         sums.make_room(captured, options)
         self.captures.append(captured)
         self._by_structure[key] = captured

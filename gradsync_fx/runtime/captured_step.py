@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-import warnings
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -23,7 +22,7 @@ from gradsync_fx.comm.inplace_all_reduce import forget
 from gradsync_fx.comm.liveness import compiling
 from gradsync_fx.comm.rendezvous import Line
 from gradsync_fx.comm.shm_all_reduce import SharedBuckets, find_shared
-from gradsync_fx.errors import CaptureError, GradSyncWarning
+from gradsync_fx.errors import CaptureError
 from gradsync_fx.ir.journal import Journal
 from gradsync_fx.ir.ops import argument
 from gradsync_fx.ir.program import Kind, Program
@@ -48,6 +47,7 @@ from gradsync_fx.planning.shareable import find_shareable
 from gradsync_fx.runtime.consistency import Integrity
 from gradsync_fx.runtime.divisors import Divisors
 from gradsync_fx.runtime.participate import take_part
+from gradsync_fx.user_lines import warn_user
 
 
 log = logging.getLogger(__name__)
@@ -375,10 +375,8 @@ class CapturedStep:
                 continue
             wanted = {value for kind, value in call.arguments if kind != "constant"}
             if not wanted <= self.host_values.keys():
-                warnings.warn(
-                    f"{type(call.owner).__name__} was not stepped: no micro-step of this rank gave its metric",
-                    GradSyncWarning,
-                    stacklevel=2,
+                warn_user(
+                    f"{type(call.owner).__name__} was not stepped: no micro-step of this rank gave its metric"
                 )
                 continue
             given = [self._argument(kind, value) for kind, value in call.arguments]

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from gradsync_fx.capture.names import batch_norms, ddp_modules, named_tensors
 from gradsync_fx.capture.reachable import Found
-from gradsync_fx.capture.tracer import batch_norms, ddp_modules, named_tensors
 from gradsync_fx.comm.collectives import OwnCollectives
 from gradsync_fx.comm.rendezvous import EAGER
 from gradsync_fx.errors import CaptureError, OptionError

@@ -15,7 +15,6 @@ after the data (flush); in all three the ranks tell each other where they stand,
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,7 +34,6 @@ from gradsync_fx.comm.rendezvous import (
     check_same_window,
 )
 from gradsync_fx.comm.replica_check import check_replicas
-from gradsync_fx.errors import GradSyncWarning
 from gradsync_fx.lowering.lower import as_it_is
 from gradsync_fx.options import Options
 from gradsync_fx.planning.setting import Setting, shared_options
@@ -48,6 +46,7 @@ from gradsync_fx.runtime.eager_step import EagerStep
 from gradsync_fx.runtime.module_buffers import ModuleBuffers
 from gradsync_fx.runtime.refusals import no_call_yet, no_common_tail
 from gradsync_fx.runtime.window import WindowState
+from gradsync_fx.user_lines import warn_user
 
 
 log = logging.getLogger(__name__)
@@ -309,10 +308,8 @@ class Executor:
                 self.drift.updated(self._line, self.window.optimizer_step, captured.reduced)
             self.integrity.over()
         if not updated and meeting.pending:
-            warnings.warn(
-                "a window closed without a single term on any rank (skipped, not finite, or of zero weight): no update",
-                GradSyncWarning,
-                stacklevel=5,
+            warn_user(
+                "a window closed without a single term on any rank (skipped, not finite, or of zero weight): no update"
             )
 
     def _close_apart(

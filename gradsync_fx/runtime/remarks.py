@@ -93,7 +93,7 @@ def _divided_twice(captured: CapturedStep, options: Options) -> Iterator[str]:
         for node, number in _divisions(argument(note, 1)):
             if number > 1 and (number in options.steps or options.manual):
                 yield (
-                    f"the loss is divided by {number:g} at {ops.user_line(node)}, and the window's sum again by its "
+                    f"the loss is divided by {number:g} at {ops.node_line(node)}, and the window's sum again by its "
                     f'micro-steps (reduction="{options.reduction}"): leave the division out, or pass reduction="sum"'
                 )
 

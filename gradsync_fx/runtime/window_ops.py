@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from gradsync_fx.comm.liveness import in_job
 from gradsync_fx.comm.rendezvous import ACCUMULATE, BOUNDARY, FLUSH
-from gradsync_fx.errors import GradSyncWarning, WindowError
+from gradsync_fx.errors import WindowError
 from gradsync_fx.ir.regions import check_deferrable
 from gradsync_fx.runtime.captured_step import NONE, CapturedStep
 from gradsync_fx.runtime.consistency import SUMS
@@ -93,15 +92,14 @@ def set_steps(executor: Executor, k: Any) -> None:
         executor.catalogue.latest.options = changed
 
 
-def warn_of_pending(executor: Executor, name: str) -> None:
+def warn_of_pending(executor: Executor, name: str, line: str) -> None:
     """What the end of a step says of an open window that no state holds."""
     pending = executor.window.pending
     if pending and executor.saved != executor.window:
-        warnings.warn(
+        warn_user(
             f"{name} ended with {number_of(pending, 'pending micro-step')} in an open window: what was summed is "
             "lost. Call flush() after the last batch, or discard() to drop them on purpose.",
-            GradSyncWarning,
-            stacklevel=2,
+            otherwise=line,
         )
 
 
@@ -110,4 +108,4 @@ def warn_of_mistakes(executor: Executor) -> None:
     latest = executor.catalogue.latest
     grows = isinstance(latest, CapturedStep) and latest.updates and latest.capture.never_zeroed
     for text in (*mistakes(latest, executor.options), *habits(zeroes=not grows)):
-        warn_user(text, GradSyncWarning)
+        warn_user(text)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import gradsync_fx
-from gradsync_fx.ir.ops import OURS
+from gradsync_fx.user_lines import OURS
 from tests.drive import plain_step, quick
 from tests.models import mlp
 from tests.optimizers import sgd

@@ -1,0 +1,70 @@
+"""Names of the tensors that a step trains and keeps: the model's own, and the same in every branch of the step.
+
+A name must not depend on which module a call meets first: branches of a step, other ranks and later runs find sums by
+it. So names are given with everything in view that the step could meet (`Observed.within_reach`), in that order, and
+what the trace met beside that comes after.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from gradsync_fx._torch import BatchNorm
+from gradsync_fx.capture.trace_state import Observed, outermost, readable
+
+
+Named = dict[str, torch.Tensor]
+
+
+def named_tensors(seen: Observed) -> tuple[Named, Named]:
+    """Parameters and buffers of the modules met, by the outermost module's names (no `module.` of DDP).
+
+    Where two models have a name in common, the later one's begins with the path that leads to it.
+    """
+    met = {id(t) for _, root in seen.roots() for t in (*root.parameters(), *root.buffers())}
+    parameters: Named = {}
+    buffers: Named = {}
+    for path, root in outermost([*seen.within_reach, *seen.modules]):
+        inner = root.module if isinstance(root, DistributedDataParallel) else root
+        wrapped = any(isinstance(m, DistributedDataParallel) for m in inner.modules())
+        for found, named in (
+            (parameters, inner.named_parameters()),
+            (buffers, inner.named_buffers()),
+        ):
+            known = set(map(id, found.values()))
+            for name, tensor in named:
+                if id(tensor) not in known:
+                    name = name.replace(".module.", ".") if wrapped else name
+                    found[_free(name, readable(path) or type(inner).__name__, found)] = tensor
+    return _those(parameters, met), _those(buffers, met)
+
+
+def _free(name: str, path: str, taken: Named) -> str:
+    if name in taken:
+        name = f"{path}.{name}"
+    number, free = 2, name
+    while free in taken:
+        number, free = number + 1, f"{name} ({number})"
+    return free
+
+
+def _those(found: Named, met: set[int]) -> Named:
+    return {name: tensor for name, tensor in found.items() if id(tensor) in met}
+
+
+def ddp_modules(seen: Observed) -> tuple[DistributedDataParallel, ...]:
+    """All of them, also those inside of other modules; the outer one first."""
+    inside = dict.fromkeys(m for _, root in seen.modules for m in root.modules())
+    return tuple(m for m in inside if isinstance(m, DistributedDataParallel))
+
+
+def batch_norms(seen: Observed) -> tuple[str, ...]:
+    """Names of the BatchNorm layers that train."""
+    found = []
+    for _, root in seen.roots():
+        inner = root.module if isinstance(root, DistributedDataParallel) else root
+        for name, module in inner.named_modules():
+            if isinstance(module, BatchNorm) and module.training:
+                found.append(name or type(module).__name__)
+    return tuple(found)

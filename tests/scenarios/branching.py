@@ -1,0 +1,71 @@
+"""Two models with the same names inside, in a step whose branches meet them in different order."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import gradsync_fx
+from tests.optimizers import sgd
+
+
+def pair() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
+
+
+def inputs(count: int, rank: int = 0) -> list[Tensor]:
+    source = torch.Generator().manual_seed(rank)
+    return [torch.randn(4, 2, generator=source) for _ in range(count)]
+
+
+def step_of(first: nn.Module, second: nn.Module) -> Callable[..., Any]:
+    of_first, of_second = sgd(first), sgd(second)
+
+    def step(branch: str, x: Tensor) -> Tensor:
+        made = second(first(x)) if branch == "first" else first(second(x))
+        loss: Tensor = made.pow(2).mean()
+        loss.backward()
+        of_first.step()
+        of_second.step()
+        of_first.zero_grad()
+        of_second.zero_grad()
+        return loss
+
+    return step
+
+
+ORDERS = (("first", "second", "second", "first"), ("second", "second", "first", "first"))
+
+
+def begin_apart(rank: int, backend: str) -> dict[str, Tensor]:
+    """Parameters after two windows; rank 0 begins with one branch, rank 1 with the other."""
+    first, second = pair()
+    run = gradsync_fx.optimize(
+        step_of(first, second), gradient_accumulation_steps=2, backend=backend
+    )
+    for branch, x in zip(ORDERS[rank], inputs(4, rank), strict=True):
+        run(branch, x)
+    return _named(first, second)
+
+
+def expected() -> dict[str, Tensor]:
+    """The same in plain PyTorch, in one process: the mean of the four terms of each window."""
+    first, second = pair()
+    update = sgd(nn.ModuleList([first, second]))
+    for window in ((0, 1), (2, 3)):
+        for rank, call in itertools.product(range(2), window):
+            a, b = (first, second) if ORDERS[rank][call] == "first" else (second, first)
+            (b(a(inputs(4, rank)[call])).pow(2).mean() / 4).backward()
+        update.step()
+        update.zero_grad()
+    return _named(first, second)
+
+
+def _named(first: nn.Module, second: nn.Module) -> dict[str, Tensor]:
+    both = nn.ModuleDict({"first": first, "second": second})
+    return {name: p.detach().clone() for name, p in both.named_parameters()}
