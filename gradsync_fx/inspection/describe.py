@@ -32,7 +32,7 @@ from gradsync_fx.options import Options
 from gradsync_fx.planning.plan import Bucket
 from gradsync_fx.runtime.captured_step import NONE, CapturedStep
 from gradsync_fx.runtime.remarks import remarks
-from gradsync_fx.user_lines import TORCHS
+from gradsync_fx.user_lines import NOWHERE, TORCHS
 
 
 ROLES = ("forward", "backward", "gradient sync", "clipping", "optimizer", "other")
@@ -141,7 +141,7 @@ def _graph(captured: CapturedStep, programs: dict[str, Program]) -> tuple[GraphN
                 op=f"{slot.kind.value}" if slot else str(node.target),
                 region="input" if slot else _region(captured, node, origin),
                 module=modules.get(origin, "") if origin is not None else "",
-                line=ops.node_line(origin) if origin is not None and not slot else "",
+                line=_line(origin) if origin is not None and not slot else "",
                 inputs=tuple(s.name for s in node.all_input_nodes if s.name in names),
                 shape=sizes(tensor.shape) if tensor is not None else (),
                 dtype=dtype_name(tensor.dtype) if tensor is not None else "",
@@ -153,6 +153,12 @@ def _graph(captured: CapturedStep, programs: dict[str, Program]) -> tuple[GraphN
             )
         )
     return tuple(found)
+
+
+def _line(node: Node) -> str:
+    """`file:line` of the user's code, "" where torch recorded none."""
+    line = ops.node_line(node)
+    return "" if line == NOWHERE else line
 
 
 def _modules(captured: CapturedStep) -> dict[Node, str]:

@@ -112,7 +112,7 @@ def _binary(size: int) -> str:
 
 def _regions(report: ReportData) -> RenderableType:
     table = _table("region", "nodes", "lines", text="lines")
-    for region in report.regions:
+    for region in filter(lambda region: region.nodes, report.regions):
         lines = ", ".join(line.rsplit("/", 1)[-1] for line in region.lines[:FEW])
         more = len(region.lines) - FEW
         table.add_row(region.role, str(region.nodes), lines + (f" +{more}" if more > 0 else ""))

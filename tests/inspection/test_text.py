@@ -76,3 +76,10 @@ def test_clipping_has_a_name() -> None:
     (line,) = next(region.lines for region in report.regions if region.role == "clipping")
     source = Path(__file__).read_text().splitlines()
     assert "clip_grad_norm_" in source[int(line.rsplit(":")[-1]) - 1]
+
+
+def test_a_line_that_torch_did_not_record_is_no_line() -> None:
+    report = explained(2, world_size=2)
+    lines = [line for region in report.regions for line in region.lines]
+    assert lines
+    assert all(line.rpartition(":")[2].isdecimal() for line in lines)
