@@ -98,7 +98,7 @@ def warn_of_pending(executor: Executor, name: str, line: str) -> None:
     if pending and executor.saved != executor.window:
         warn_user(
             f"{name} ended with {number_of(pending, 'pending micro-step')} in an open window: what was summed is "
-            "lost. Call flush() after the last batch, or discard() to drop them on purpose.",
+            "lost. Call flush() after the last batch, or discard() to drop it on purpose.",
             otherwise=line,
         )
 
