@@ -73,7 +73,7 @@ try:
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.pgo import auto_dynamic
     from torch._dynamo.side_effects import SideEffects
-    from torch._dynamo.source import ConstantSource
+    from torch._dynamo.source import ConstantSource, GlobalSource
     from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
     from torch._dynamo.utils import counters as dynamo_counters
     from torch._dynamo.variables import builder as dynamo_builder

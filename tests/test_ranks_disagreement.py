@@ -62,6 +62,13 @@ def test_a_rank_that_comes_too_late(ranks: Ranks) -> None:
 
 
 def test_a_rank_that_compiles_is_waited_for(ranks: Ranks) -> None:
-    for found in ranks(disagreement.compiles_long):
+    for found in ranks(disagreement.compiles_long, 2.0, 1800.0):
         assert found["type"] == "nothing", found["text"]
         assert found["updates"] == 2
+
+
+def test_a_rank_that_hangs_while_it_compiles_is_not_waited_for_without_end(ranks: Ranks) -> None:
+    found = ranks(disagreement.compiles_long, 6.0, 0.5)
+    check_both(found, "RankLostError", "rank 0 is at micro-step")
+    assert "ranks [1] have been compiling for over 0.5 s" in found[0]["text"]
+    assert all(f["updates"] == 0 for f in found)

@@ -5,6 +5,7 @@ An error leaves the window as it was. Steps that are refused before they begin a
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 import warnings
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import gradsync_fx
 from tests.drive import plain_step, quick
@@ -184,3 +186,61 @@ def test_the_interpreter_ends_with_an_open_window() -> None:
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     assert "step ended with 1 pending micro-step in" in ended.stderr
+
+
+@pytest.mark.captured
+def test_branches_that_update_one_model_each() -> None:
+    """No branch updates what both gave gradients; both ways out, followed, are the plain loop."""
+    torch.manual_seed(0)
+    models = nn.ModuleDict({"a": nn.Linear(2, 1), "b": nn.Linear(2, 1)})
+    start = copy.deepcopy(models.state_dict())
+    updates = {name: sgd(model) for name, model in models.items()}
+    inputs = torch.randn(4, 3, 2)
+
+    def one(name: str, x: Tensor) -> None:
+        models[name](x).pow(2).mean().backward()
+        updates[name].step()
+        updates[name].zero_grad()
+
+    def all_of_them(name: str, x: Tensor) -> None:
+        models[name](x).pow(2).mean().backward()
+        for update in updates.values():
+            update.step()
+            update.zero_grad()
+
+    def trained() -> list[Tensor]:
+        found = [p.detach().clone() for p in models.parameters()]
+        models.load_state_dict(start)
+        return found
+
+    step = quick(one, 2)
+    step("a", inputs[0])
+    error = refused(gradsync_fx.WindowError, "the window", lambda: step("b", inputs[1]))
+    assert "make a step of its own for each branch" in error.fix
+    step.discard()
+    models.load_state_dict(start)
+
+    whole = quick(all_of_them, 2)
+    for name, x in zip("abba", inputs, strict=True):
+        whole(name, x)
+    in_all = trained()
+    for window in ((0, 1), (2, 3)):
+        for call in window:
+            (models["abba"[call]](inputs[call]).pow(2).mean() / 2).backward()
+        for update in updates.values():
+            update.step()
+            update.zero_grad()
+    for ours, plain in zip(in_all, trained(), strict=True):
+        torch.testing.assert_close(ours, plain)
+
+    apart = {name: quick(one, 2) for name in "ab"}
+    for name, x in zip("abba", inputs, strict=True):
+        apart[name](name, x)
+    each = trained()
+    for name, calls in (("a", (0, 3)), ("b", (1, 2))):
+        for call in calls:
+            (models[name](inputs[call]).pow(2).mean() / 2).backward()
+        updates[name].step()
+        updates[name].zero_grad()
+    for ours, plain in zip(each, trained(), strict=True):
+        torch.testing.assert_close(ours, plain)

@@ -225,8 +225,8 @@ WAYS_OUT: dict[str, str | Untried] = {
     "runtime/refusals.py:no_call_yet call the step once on ev": (
         "tests/test_ranks_ends.py::test_two_epochs_with_a_flush"
     ),
-    "runtime/refusals.py:no_common_tail call step.prepare(...) o": (
-        "tests/test_saved_windows.py::test_a_window_of_two_branches_goes_on_where_only_one_was_seen"
+    "runtime/refusals.py:no_common_tail call the optimizers of a": (
+        "tests/test_window_errors.py::test_branches_that_update_one_model_each"
     ),
     "runtime/refusals.py:changed_steps call step.flush() or ste": WINDOWS + "a_change_of_k",
     "runtime/refusals.py:changed_steps make a step of its own f": WINDOWS

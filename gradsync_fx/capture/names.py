@@ -8,21 +8,25 @@ what the trace met beside that comes after.
 from __future__ import annotations
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsync_fx._torch import BatchNorm
 from gradsync_fx.capture.trace_state import Observed, outermost, readable
+from gradsync_fx.optim.state import parameters_of
 
 
 Named = dict[str, torch.Tensor]
 
 
 def named_tensors(seen: Observed) -> tuple[Named, Named]:
-    """Parameters and buffers of the modules met, by the outermost module's names (no `module.` of DDP).
+    """Parameters and buffers of the modules met, by the outermost module's names (no `module.` of DDP); and of those
+    that an optimizer met trains, where another branch of the step calls them.
 
     Where two models have a name in common, the later one's begins with the path that leads to it.
     """
-    met = {id(t) for _, root in seen.roots() for t in (*root.parameters(), *root.buffers())}
+    counted = (*_trained_elsewhere(seen), *seen.roots())
+    those = {id(t) for _, m in counted for t in (*m.parameters(), *m.buffers())}
     parameters: Named = {}
     buffers: Named = {}
     for path, root in outermost([*seen.within_reach, *seen.modules]):
@@ -37,7 +41,7 @@ def named_tensors(seen: Observed) -> tuple[Named, Named]:
                 if id(tensor) not in known:
                     name = name.replace(".module.", ".") if wrapped else name
                     found[_free(name, readable(path) or type(inner).__name__, found)] = tensor
-    return _those(parameters, met), _those(buffers, met)
+    return _of(parameters, those), _of(buffers, those)
 
 
 def _free(name: str, path: str, taken: Named) -> str:
@@ -49,13 +53,22 @@ def _free(name: str, path: str, taken: Named) -> str:
     return free
 
 
-def _those(found: Named, met: set[int]) -> Named:
-    return {name: tensor for name, tensor in found.items() if id(tensor) in met}
+def _of(found: Named, wanted: set[int]) -> Named:
+    return {name: tensor for name, tensor in found.items() if id(tensor) in wanted}
+
+
+def _trained_elsewhere(seen: Observed) -> list[tuple[str, nn.Module]]:
+    """Modules that an optimizer met trains, and that only another branch of the step may call."""
+    trained = {id(p) for o in seen.optimizers for p in parameters_of(o)}
+    return [
+        (path, m) for path, m in seen.within_reach if any(id(p) in trained for p in m.parameters())
+    ]
 
 
 def ddp_modules(seen: Observed) -> tuple[DistributedDataParallel, ...]:
     """All of them, also those inside of other modules; the outer one first."""
-    inside = dict.fromkeys(m for _, root in seen.modules for m in root.modules())
+    known = (*_trained_elsewhere(seen), *seen.modules)
+    inside = dict.fromkeys(m for _, root in known for m in root.modules())
     return tuple(m for m in inside if isinstance(m, DistributedDataParallel))
 
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from gradsync_fx._torch import (
     ConstantVariable,
+    GlobalSource,
     GradModeVariable,
     TensorVariable,
     VariableTracker,
@@ -300,6 +301,10 @@ def reach(tx: Any, parameter: torch.Tensor) -> Any:
                 for part in name.split("."):
                     var = read_attribute(var, tx, part)
                 return var.realize()
+    if any(p is parameter for _, root in seen.within_reach for p in root.parameters()):
+        # Of a module that another branch of the step calls: no name of this branch leads to it.
+        name = tx.output.install_global_by_id("gradsync_fx_parameter", parameter)
+        return VariableTracker.build(tx, parameter, GlobalSource(name)).realize()
     refuse(
         tx,
         f"a parameter of shape {tuple(parameter.shape)}",

@@ -5,6 +5,8 @@ A rank writes that it waits only when it has waited for long, or fails: calls in
 
 from __future__ import annotations
 
+import itertools
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -27,6 +29,12 @@ def _key(rank: int) -> str:
     return f"gradsync_fx/compiling/{rank}"
 
 
+# Compilations of this process, by number; those that run now, in all of its threads.
+_numbers = itertools.count(1)
+_running: set[int] = set()
+_turn = threading.Lock()
+
+
 @contextmanager
 def compiling(rank_timeout: float | None) -> Iterator[None]:
     """This rank compiles inside the block. Without a `rank_timeout` nobody asks, and nothing is written."""
@@ -34,17 +42,49 @@ def compiling(rank_timeout: float | None) -> Iterator[None]:
     if rank_timeout is None or place is None:
         yield
         return
-    store, key = default_store(), _key(place[0])
-    store.set(key, "yes")
+    number = next(_numbers)
+    with _turn:
+        _running.add(number)
+        _tell(place[0])
     try:
         yield
     finally:
-        store.set(key, "no")
+        with _turn:
+            _running.discard(number)
+            _tell(place[0])
 
 
-def someone_compiles() -> bool:
-    """Whether any rank of the job is compiling now. One that was killed while it did never says that it ended."""
-    return any(_read(_key(rank)) == "yes" for rank in range(dist.get_world_size()))
+def _tell(rank: int) -> None:
+    """Writes down the oldest compilation that runs: a waiting rank sees whether it is still the same one."""
+    default_store().set(_key(rank), str(min(_running, default="")))
+
+
+class Compilations:
+    """What a waiting rank sees of the others' compilations, over the time that it waits."""
+
+    LONGEST = 1800.0  # seconds for one program, after which a rank counts as late like any other
+
+    def __init__(self) -> None:
+        self._since: dict[tuple[int, str], float] = {}
+
+    def run(self) -> bool:
+        """Whether a rank of the job is compiling, for no longer than `LONGEST` seconds under this one's eyes.
+
+        One that was killed while it did never says that it ended, nor does one that hangs.
+        """
+        now, found = time.monotonic(), False
+        for rank in range(dist.get_world_size()):
+            number = _read(_key(rank))
+            if number:
+                since = self._since.setdefault((rank, number), now)
+                found |= now - since < self.LONGEST
+        return found
+
+    def hanging(self) -> list[int]:
+        """The ranks whose compilation has taken longer than that."""
+        now = time.monotonic()
+        held = [(r, n) for (r, n), t in self._since.items() if now - t >= self.LONGEST]
+        return [rank for rank, number in held if _read(_key(rank)) == number]
 
 
 # Meetings so far, by group: on all ranks of a group they are the same ones.

@@ -18,10 +18,10 @@ from torch.distributed import ProcessGroup
 
 from gradsync_fx._torch import all_gather_single
 from gradsync_fx.comm.liveness import (
+    Compilations,
     find_absent,
     give_up,
     next_meeting,
-    someone_compiles,
     wait_here,
     who_gave_up,
 )
@@ -157,19 +157,24 @@ class Line:
         """In slices: an interrupt is seen between two, and so is what the other ranks wrote down meanwhile."""
         assert self.group is not None
         name, limit = self.group.group_name, math.inf if self.timeout is None else self.timeout
-        end = time.monotonic() + limit
+        end, compilations = time.monotonic() + limit, Compilations()
         while not _came_within(work, min(1.0, limit / 10)):
             wait_here(self.group)
             early = who_gave_up(name)
             if early is not None:
                 raise lost(f"{early}, when it gave up", where, self.absent())
-            if someone_compiles():
+            if compilations.run():
                 end = time.monotonic() + limit
             elif time.monotonic() >= end:
                 absent = self.absent()
                 give_up(name, waited(where, absent))
-                late = f"not there within {limit:g} s, and no rank was compiling"
-                raise lost(late, where, absent)
+                hanging = compilations.hanging()
+                why = (
+                    f"ranks {hanging} have been compiling for over {compilations.LONGEST:g} s"
+                    if hanging
+                    else "no rank was compiling"
+                )
+                raise lost(f"not there within {limit:g} s, and {why}", where, absent)
 
     def absent(self, *, behind: bool = False) -> list[int]:
         """The ranks that this one waits for in vain, as far as ranks wrote down where they are.

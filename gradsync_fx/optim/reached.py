@@ -99,7 +99,7 @@ def plain_step(optimizer: Optimizer) -> Any:
 def is_torchs(optimizer: Optimizer) -> bool:
     """Whether its class is one of torch.optim itself, its code torch's own."""
     cls = type(optimizer)
-    return getattr(torch.optim, cls.__name__, None) is cls and _of_torch(plain_step(optimizer))
+    return getattr(torch.optim, cls.__name__, None) is cls and of_torch(plain_step(optimizer))
 
 
 def is_constant(value: Any, *, frozen: bool = False) -> bool:
@@ -119,13 +119,14 @@ def an(value: Any) -> str:
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
-def _of_torch(function: Any) -> bool:
+def of_torch(function: Any) -> bool:
+    """Whether a function's code is torch's own."""
     code = getattr(function, "__code__", None)
     return code is not None and code.co_filename.startswith(TORCHS)
 
 
 def _unwrapped(function: Any) -> Any:
-    while hasattr(function, "__wrapped__") and _of_torch(function):
+    while hasattr(function, "__wrapped__") and of_torch(function):
         function = function.__wrapped__
     return function
 
@@ -193,7 +194,7 @@ class Reached:
 
     def _function(self, function: Any) -> None:
         function = _unwrapped(function)
-        if function is None or id(function) in self._seen or _of_torch(function):
+        if function is None or id(function) in self._seen or of_torch(function):
             return
         if not isinstance(function, FunctionType):
             raise Unseen(f"it calls {an(function)}")
@@ -284,7 +285,7 @@ def _key(names: Any) -> int:
 def _pure(value: Any) -> bool:
     """Whether torch, or a module of `_PURE`, defines it, and not only wraps it."""
     if isinstance(value, FunctionType) and inspect.unwrap(value) is not value:
-        return _pure(inspect.unwrap(value)) and _of_torch(value)
+        return _pure(inspect.unwrap(value)) and of_torch(value)
     module = getattr(value, "__module__", None) or "builtins"
     root = module.partition(".")[0]
     return module in _PURE or root in _PURE or root == "torch" and ".distributed" not in module

@@ -21,7 +21,7 @@ import torch
 from torch.optim import Optimizer
 
 from gradsync_fx.optim.footprint import Footprint
-from gradsync_fx.optim.reached import is_constant, is_torchs, plain_step
+from gradsync_fx.optim.reached import is_constant, is_torchs, of_torch, plain_step
 
 
 State = dict[str, Any]
@@ -110,9 +110,9 @@ def _from_init_group(
     footprint: Footprint, groups: list[dict[str, Any]], which: list[int]
 ) -> dict[int, State]:
     init = getattr(type(footprint.optimizer), "_init_group", None)
-    if init is None:
-        return {}
-    init = inspect.unwrap(init)
+    init = inspect.unwrap(init) if callable(init) else None
+    if init is None or not of_torch(init):
+        return {}  # another library's takes what it likes
     lists = len(inspect.signature(init).parameters) - 2
     created: dict[int, State] = {}
     position = 0

@@ -38,7 +38,8 @@ def find_shareable(
             (reduction.op, reduction.group) == ("sum", group.group_name)
             and all(p.device.type == "cpu" for p in parameters)
             and (setting.wire_dtype or dtype) is dtype
-            and not dtype.is_complex  # travels as pairs of real numbers
+            and not dtype.is_complex  # it is sent as pairs of real numbers
+            and any(p.numel() for p in parameters)  # there is no sharing of nothing
         )
 
     found = tuple(bucket for bucket in buckets if fits(bucket))

@@ -58,9 +58,10 @@ def no_call_yet(ranks: list[int]) -> WindowError:
 def no_common_tail(ranks: list[int]) -> WindowError:
     return WindowError(
         f"the window of ranks {ranks}",
-        seen="the ranks' micro-steps gave gradients to different parameters, and these ranks cannot update all of them",
-        wanted="one set of parameters in a window, or steps that can be captured for the union",
-        fix="call step.prepare(...) once for each branch of the step on every rank before training",
+        seen="its micro-steps gave gradients to different parameters, and no one call of the step updates all of these",
+        wanted="a branch of the step that updates every parameter that received a gradient in the window",
+        fix="call the optimizers of all branches in each branch, or make a step of its own for each branch; where a "
+        "rank has never called such a branch, call step.prepare(...) for it once, on every rank before training",
     )
 
 

@@ -14,6 +14,7 @@ import gradsync_fx
 from gradsync_fx.capture.names import named_tensors
 from gradsync_fx.capture.trace_state import Observed
 from tests.optimizers import sgd
+from tests.scenarios import branching
 from tests.scenarios.branching import inputs, pair, step_of
 from tests.workers import Ranks
 
@@ -74,8 +75,6 @@ def test_a_window_saved_in_one_branch_goes_on_in_the_other() -> None:
     "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)]
 )
 def test_ranks_that_begin_with_different_branches(ranks: Ranks, backend: str) -> None:
-    from tests.scenarios import branching
-
     everyone = ranks(branching.begin_apart, backend)
     assert everyone[0].keys() == everyone[1].keys()
     for name, tensor in everyone[0].items():
@@ -83,6 +82,21 @@ def test_ranks_that_begin_with_different_branches(ranks: Ranks, backend: str) ->
     expected = branching.expected()
     for name, tensor in everyone[0].items():
         torch.testing.assert_close(tensor, expected[name], msg=name)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)]
+)
+def test_batch_statistics_of_models_that_one_branch_calls(
+    ranks: Ranks, backend: str, wrapped: bool
+) -> None:
+    everyone = ranks(branching.normed, backend, wrapped)
+    for name, tensor in everyone[0].items():
+        assert torch.equal(tensor, everyone[1][name]), name
+    for name, tensor in (branching.statistics() | branching.trained()).items():
+        torch.testing.assert_close(everyone[0][name], tensor, msg=name)
 
 
 def modules(count: int) -> list[nn.Module]:

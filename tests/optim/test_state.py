@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+import gradsync_fx
 from gradsync_fx.optim.footprint import Footprint
 from gradsync_fx.optim.reached import plain_step
 from gradsync_fx.optim.state import initial_state
@@ -152,3 +153,58 @@ def test_tracing_leaves_the_optimizer_as_it_was() -> None:
     assert after["param_groups"] == before["param_groups"]
     for i, state in before["state"].items():
         assert all(torch.equal(after["state"][i][key], value) for key, value in state.items())
+
+
+class Lists(Optimizer):
+    """A third-party optimizer whose `_init_group` is like torch's in name only: it returns what it found."""
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def _init_group(self, params: list[Tensor]) -> list[Tensor]:
+        return [p for p in params if p.grad is not None]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in self._init_group(group["params"]):
+                state = self.state[p]
+                if "average" not in state:
+                    state["average"] = torch.zeros_like(p)
+                state["average"].mul_(0.9).add_(p.grad)
+                p.add_(state["average"], alpha=-group["lr"])
+
+
+class Keywords(Lists):
+    """One that takes a list by keyword, and further ones."""
+
+    def _init_group(self, params: list[Tensor], *, into: Any = None, **more: Any) -> list[Tensor]:  # type: ignore[override]
+        found = super()._init_group(params)
+        if into is not None:
+            into.extend(found)
+        return found
+
+
+@pytest.mark.parametrize("kind", [Lists, Keywords])
+def test_another_librarys_init_group_is_not_called_as_torchs(kind: type[Lists]) -> None:
+    model = nn.Linear(3, 1)
+    twin = copy.deepcopy(model)
+    optimizer, reference = kind(model.parameters()), kind(twin.parameters())
+
+    def step(x: Tensor) -> None:
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    run = gradsync_fx.optimize(step, gradient_accumulation_steps=2, backend="aot_eager")
+    source = torch.Generator().manual_seed(0)
+    for number in range(4):
+        x = torch.randn(4, 3, generator=source)
+        run(x)
+        (twin(x).pow(2).mean() / 2).backward()
+        if number % 2:
+            reference.step()
+            reference.zero_grad()
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+    assert run.compile_count == 2

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import gradsync_fx
 from tests.optimizers import sgd
@@ -69,3 +70,58 @@ def expected() -> dict[str, Tensor]:
 def _named(first: nn.Module, second: nn.Module) -> dict[str, Tensor]:
     both = nn.ModuleDict({"first": first, "second": second})
     return {name: p.detach().clone() for name, p in both.named_parameters()}
+
+
+WAYS = (("a", "a", "b", "b"), ("b", "b", "plain", "a"))
+
+
+def normed(rank: int, backend: str, wrapped: bool) -> dict[str, Tensor]:
+    """Models with batch statistics, each called in one branch; rank 1 goes other ways than rank 0."""
+    torch.manual_seed(0)
+    a, b = (nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2)) for _ in range(2))
+    head: nn.Module = nn.Linear(2, 1)
+    update = sgd(nn.ModuleList([a, b, head]))
+    models = [DistributedDataParallel(m) if wrapped else m for m in (a, b, head)]
+
+    def step(way: str, x: Tensor) -> Tensor:
+        hidden = models[0](x) if way == "a" else models[1](x) if way == "b" else x
+        loss: Tensor = models[2](hidden).pow(2).mean()
+        loss.backward()
+        update.step()
+        update.zero_grad()
+        return loss
+
+    run = gradsync_fx.optimize(step, gradient_accumulation_steps=2, backend=backend)
+    for way, x in zip(WAYS[rank], inputs(4, rank), strict=True):
+        run(way, x)
+    run.flush()
+    state = nn.ModuleDict({"a": a, "b": b, "head": head}).state_dict()
+    return {name: t.detach().clone() for name, t in state.items()}
+
+
+def statistics() -> dict[str, Tensor]:
+    """Those of rank 0 alone, in plain PyTorch: each model's own batches, in order."""
+    found = {}
+    for way in ("a", "b"):
+        norm = nn.BatchNorm1d(2)
+        for taken, x in zip(WAYS[0], inputs(4), strict=True):
+            if taken == way:
+                norm(x)
+        found |= {f"{way}.0.{name}": buffer for name, buffer in norm.named_buffers()}
+    return found
+
+
+def trained() -> dict[str, Tensor]:
+    """Parameters of the same in plain PyTorch, in one process: the mean of the four terms of each window."""
+    torch.manual_seed(0)
+    a, b = (nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2)) for _ in range(2))
+    head = nn.Linear(2, 1)
+    both = nn.ModuleDict({"a": a, "b": b, "head": head})
+    update = sgd(both)
+    for window in ((0, 1), (2, 3)):
+        for rank, call in itertools.product(range(2), window):
+            x, way = inputs(4, rank)[call], WAYS[rank][call]
+            (head(both[way](x) if way in both else x).pow(2).mean() / 4).backward()
+        update.step()
+        update.zero_grad()
+    return {name: p.detach() for name, p in both.named_parameters()}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsync_fx
+from gradsync_fx.comm.liveness import Compilations
 from tests.drive import plain_step, quick
 from tests.models import mlp
 from tests.optimizers import sgd
@@ -119,12 +121,12 @@ def comes_late(rank: int) -> dict[str, Any]:
     return {**refusal(run), "updates": step.optimizer_step}
 
 
-def compiles_long(rank: int) -> dict[str, Any]:
-    """Rank 1 compiles for longer than rank_timeout: the others wait."""
+def compiles_long(rank: int, seconds: float, longest: float) -> dict[str, Any]:
+    """Rank 1 compiles for longer than rank_timeout: the others wait, for no longer than `longest`."""
 
     def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
         if rank == 1:
-            time.sleep(2)
+            time.sleep(seconds)
         return module
 
     model = mlp()
@@ -135,4 +137,5 @@ def compiles_long(rank: int) -> dict[str, Any]:
         for batch in data_of(rank, 1, 4)[0]:
             step(model, optimizer, *batch)
 
-    return {**refusal(run), "updates": step.optimizer_step}
+    with mock.patch.object(Compilations, "LONGEST", longest):
+        return {**refusal(run), "updates": step.optimizer_step}
