@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from gradsync_fx.wording import number_of
+from gradsync_fx.wording import name_of, number_of
 
 
 PACKAGE = Path(__file__).resolve().parent.parent / "gradsync_fx"
@@ -45,3 +45,14 @@ MORE_THAN_ONE = {
     "what",  # a text
     "loop.world",  # where a reduction is missing
 }
+
+
+def test_name_of() -> None:
+    class Trainer:
+        def __call__(self) -> None: ...
+
+        def fit(self) -> None: ...
+
+    assert name_of(test_name_of) == "test_name_of"
+    assert name_of(Trainer().fit) == "fit"
+    assert name_of(Trainer()) == "Trainer"

@@ -103,8 +103,14 @@ class Diagnosis:
 
 def _paragraph(text: str) -> str:
     """Text for a terminal; names and paths stay whole."""
-    indents = {"initial_indent": "  ", "subsequent_indent": "    "}
-    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False, **indents)
+    return textwrap.fill(
+        text,
+        WIDTH,
+        initial_indent="  ",
+        subsequent_indent="    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _spread(numbers: list[int]) -> str:

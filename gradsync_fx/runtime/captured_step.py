@@ -266,8 +266,12 @@ class CapturedStep:
             module = self._built[key].module
             if log.isEnabledFor(logging.DEBUG):
                 log.debug("%s program, %d nodes:\n%s", name, len(module.graph.nodes), module.code)
-            artifact(name.replace(" ", "_"), lambda: module.code)
+            artifact(self.capture.name, name, lambda: module.code)
         return self._built[key]
+
+    def _title(self, program: str) -> str:
+        """What a profile calls a run of a program."""
+        return f"gradsync_fx {self.capture.name}: {program}"
 
     def _name(self, closing: frozenset[int], tail: bool) -> str:
         if not closing:
@@ -335,7 +339,7 @@ class CapturedStep:
         warn_of(self.plan.opaque, self._told)
         self._integrity.writes(updates=bool(updates or self.plan.opaque))
         try:
-            with torch.no_grad(), record_function(f"gradsync_fx: {program.name}"):
+            with torch.no_grad(), record_function(self._title(program.name)):
                 results = list(compiled(inputs))
         except BaseException:
             forget(self.plan.accumulators.values())
