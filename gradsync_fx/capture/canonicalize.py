@@ -5,9 +5,9 @@ from __future__ import annotations
 import operator
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
-from gradsync_fx._torch import OpOverload
+from gradsync_fx.ir.memory import base_of
 from gradsync_fx.ir.ops import argument
 from gradsync_fx.ir.program import writes
 
@@ -36,7 +36,7 @@ def canonicalize(module: GraphModule) -> None:
     written = {argument(write, 0) for write in writes(module)}
     for node in graph.find_nodes(op="call_function", target=_aten.copy.default):
         onto, source = argument(node, 0).meta["val"], argument(node, 1).meta["val"]
-        if _viewed(argument(node, 1)) in written:
+        if base_of(argument(node, 1)) in written:
             continue
         if (onto.shape, onto.dtype, onto.device) == (source.shape, source.dtype, source.device):
             node.replace_all_uses_with(argument(node, 1))
@@ -61,12 +61,3 @@ def canonicalize(module: GraphModule) -> None:
                 graph.erase_node(item)
             graph.erase_node(node)
     module.recompile()
-
-
-def _viewed(node: Node) -> Node:
-    """What a node is a view of, itself where it is none."""
-    while isinstance(node.target, OpOverload) and any(
-        result.alias_info is not None for result in node.target._schema.returns
-    ):
-        node = argument(node, 0)
-    return node

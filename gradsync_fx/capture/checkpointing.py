@@ -28,6 +28,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from gradsync_fx._torch import functorch_config, tree_map_only
 from gradsync_fx.errors import CaptureError
 from gradsync_fx.ir import ops
+from gradsync_fx.ir.dataflow import upstream
+from gradsync_fx.ir.memory import aliased
 
 
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
@@ -70,7 +72,9 @@ def rematerialize(module: GraphModule) -> None:
         if not _backward(reader):
             copies = {}  # another backward computes its own
             continue
-        for node in sorted(_wanted(reader, again - copies.keys()), key=order.__getitem__):
+        missing = again - copies.keys()  # values that stay end the search
+        needed = upstream([reader], through=missing.__contains__) - {reader}
+        for node in sorted(needed, key=order.__getitem__):
             with module.graph.inserting_before(reader):
                 copies[node] = module.graph.node_copy(node, partial(_replaced, copies))
             copies[node].meta["autograd_backward"] = True
@@ -90,10 +94,7 @@ def _own_value(copy: Node) -> Any:
 
     What shared a storage with the forward's value would be an alias of it to compilers.
     """
-    schema = getattr(copy.target, "_schema", None)
-    if copy.target is operator.getitem or (
-        schema is not None and any(result.alias_info is not None for result in schema.returns)
-    ):
+    if aliased(copy.target) is not None:
         target: Any = copy.target
         args, kwargs = map_arg((copy.args, copy.kwargs), lambda n: n.meta["val"])
         return target(*args, **kwargs)
@@ -104,18 +105,6 @@ def _own_value(copy: Node) -> Any:
 
 def _backward(node: Node) -> bool:
     return bool(node.meta.get("autograd_backward", False))
-
-
-def _wanted(reader: Node, again: set[Node]) -> set[Node]:
-    """What has to be computed again for a reader: through `again` only, values that stay end the search."""
-    found: set[Node] = set()
-    stack = [reader]
-    while stack:
-        for source in stack.pop().all_input_nodes:
-            if source in again and source not in found:
-                found.add(source)
-                stack.append(source)
-    return found
 
 
 def _computed_again(module: GraphModule) -> set[Node]:

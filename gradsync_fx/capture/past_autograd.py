@@ -20,7 +20,6 @@ import torch
 from torch.fx import GraphModule, Node
 
 from gradsync_fx._torch import (
-    OpOverload,
     OutputType,
     aot_wrappers,
     inputs_given_back,
@@ -28,6 +27,7 @@ from gradsync_fx._torch import (
 )
 from gradsync_fx.capture.trace_state import readable
 from gradsync_fx.errors import CaptureError
+from gradsync_fx.ir.memory import base_of
 from gradsync_fx.ir.ops import argument
 from gradsync_fx.ir.program import output_values
 
@@ -70,9 +70,7 @@ def keep_writes(module: GraphModule, names: list[str]) -> None:
 
 def _is_fresh(value: Node) -> bool:
     """Whether it lies in memory of its own: no view of an input, which both would go on to share."""
-    while isinstance(value.target, OpOverload) and value.target.is_view:
-        value = argument(value, 0)
-    return value.op == "call_function"
+    return base_of(value).op == "call_function"
 
 
 def _alike(holder: Node, value: Node) -> bool:

@@ -2,32 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from torch.fx import Graph, Node
 
 
-def downstream(sources: Iterable[Node], without: Collection[Node] = ()) -> set[Node]:
-    """Sources and all that depends on them, other than through `without`."""
-    reached: set[Node] = set()
-    stack = [s for s in sources if s not in without]
-    while stack:
-        node = stack.pop()
-        if node not in reached:
-            reached.add(node)
-            stack.extend(user for user in node.users if user not in without)
-    return reached
+def downstream(
+    sources: Iterable[Node],
+    without: Collection[Node] = (),
+    through: Callable[[Node], bool] | None = None,
+) -> set[Node]:
+    """Sources and all that depends on them, other than by way of `without`.
+
+    through: which nodes that are no sources count, and are followed further.
+    """
+    return _reached(sources, without, through, lambda node: node.users)
 
 
-def upstream(nodes: Iterable[Node], without: Collection[Node] = ()) -> set[Node]:
-    """Nodes and all that they depend on, other than through `without`."""
-    reached: set[Node] = set()
-    stack = [n for n in nodes if n not in without]
+def upstream(
+    nodes: Iterable[Node],
+    without: Collection[Node] = (),
+    through: Callable[[Node], bool] | None = None,
+) -> set[Node]:
+    """Nodes and all that they depend on; `without` and `through` as in `downstream`."""
+    return _reached(nodes, without, through, lambda node: node.all_input_nodes)
+
+
+def _reached(
+    start: Iterable[Node],
+    without: Collection[Node],
+    through: Callable[[Node], bool] | None,
+    next_to: Callable[[Node], Iterable[Node]],
+) -> set[Node]:
+    reached = {node for node in start if node not in without}
+    stack = list(reached)
     while stack:
-        node = stack.pop()
-        if node not in reached:
-            reached.add(node)
-            stack.extend(source for source in node.all_input_nodes if source not in without)
+        for node in next_to(stack.pop()):
+            if node not in reached and node not in without and (through is None or through(node)):
+                reached.add(node)
+                stack.append(node)
     return reached
 
 

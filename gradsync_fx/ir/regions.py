@@ -26,7 +26,6 @@ Nothing here reads a node's name or metadata; those serve messages only.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -128,14 +127,15 @@ def find_regions(step: Step) -> Regions:
             if given in from_data and given not in reads_gradient:
                 early.add(write)
     # So does a count that is made of no data and feeds such writes alone: it weighs an average.
-    fed = {write: upstream([argument(write, 1)]) for write in boundary}
+    waiting = dict(boundary)
     forward = upstream(cuts)
     for write in effects:
         holder, value = argument(write, 0), argument(write, 1)
         if write not in boundary and not {holder, value} & forward and value not in from_data:
-            readers = [w for w, sources in fed.items() if {holder, value} & sources]
+            fed = downstream([holder, value])
+            readers = [sources for w, sources in waiting.items() if argument(w, 1) in fed]
             if readers:
-                boundary[write] = frozenset[Node]().union(*(boundary[w] for w in readers))
+                boundary[write] = frozenset[Node]().union(*readers)
 
     def waits(value: Node) -> bool:
         return value in reads_gradient or (value in after_update and value not in from_data)
@@ -188,7 +188,7 @@ def _no_gradient_reductions(step: Step, effects: list[Node]) -> list[Node]:
     """The step's own collectives in their order, without those that hand reduced gradients to an update."""
     graph = step.module.graph
     markers = graph.find_nodes(op="call_function", target=ops.LEAF_GRAD)
-    images = _linear_images(markers)
+    images = downstream(markers, through=ops.is_linear)  # gradients, and what is linear in them
     kinds = dict(zip(graph.find_nodes(op="placeholder"), step.slots, strict=True))
     to_updates = upstream(
         [
@@ -204,17 +204,6 @@ def _no_gradient_reductions(step: Step, effects: list[Node]) -> list[Node]:
         return alone or node in to_updates
 
     return [n for n in graph.nodes if ops.is_collective(n) and not reduces_gradients(n)]
-
-
-def _linear_images(markers: Collection[Node]) -> set[Node]:
-    """Gradients, and what is linear in them."""
-    reached, stack = set(markers), list(markers)
-    while stack:
-        for user in stack.pop().users:
-            if user not in reached and ops.is_linear(user):
-                reached.add(user)
-                stack.append(user)
-    return reached
 
 
 def _given_to_update(value: Node) -> Node:
@@ -307,16 +296,9 @@ def _hand_written(
             (wait,) = users[0].users
             alone[leaf] = HandSync(wait, str(users[0].args[1]), str(users[0].args[2]))
             continue
-        seen, frontier = {marker}, [marker]
-        while frontier:
-            for user in frontier.pop().users:
-                if user in seen:
-                    continue
-                seen.add(user)
-                if ops.is_reduction(user):
-                    joined.add(leaf)
-                elif ops.is_linear(user):
-                    frontier.append(user)
+        images = downstream([marker], through=ops.is_linear)
+        if any(ops.is_reduction(user) for node in images for user in node.users):
+            joined.add(leaf)
     return alone, frozenset(joined)
 
 

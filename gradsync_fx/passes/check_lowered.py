@@ -19,12 +19,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import GraphModule
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gradsync_fx.errors import VerificationError
+from gradsync_fx.ir.memory import aliased, written
+from gradsync_fx.ir.ops import WAIT
 from gradsync_fx.ir.program import Program, output_values
 from gradsync_fx.passes.symbolic import (
     Fault,
@@ -32,7 +35,6 @@ from gradsync_fx.passes.symbolic import (
     Ref,
     Term,
     Terms,
-    may_share,
     where_they_differ,
 )
 
@@ -105,12 +107,17 @@ def _compare_counts(program: Program, what: str, meant: Counter[Term], done: Cou
             raise _fault(program, f"{done[term]} times the {what} {term}", f"{meant[term]} times")
 
 
+def _may_share(target: Any) -> bool:
+    """Whether a result of this op may lie in the memory of an argument."""
+    return aliased(target) is not None or bool(written(target)) or target is WAIT
+
+
 def _check_storages(program: Program, module: GraphModule) -> None:
     """Inductor takes two fake values of one storage for views of each other. What was traced is as torch made it."""
     owner: dict[StorageWeakRef, str] = {}
     for node in module.graph.nodes:
         value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor) or may_share(node.target):
+        if not isinstance(value, torch.Tensor) or _may_share(node.target):
             continue
         storage = StorageWeakRef(value.untyped_storage())
         if storage in owner and node.op != "placeholder" and "origin" not in node.meta:

@@ -19,6 +19,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from gradsync_fx.ir.builder import emit
+from gradsync_fx.ir.dataflow import downstream
+from gradsync_fx.ir.memory import aliased
 from gradsync_fx.ir.ops import ITEM, argument
 
 
@@ -129,19 +131,12 @@ def write_early(module: GraphModule) -> None:
 
 def _readers(tensor: Node, writer: Node) -> list[Node]:
     """Who reads a tensor, by itself, as a view, or as a copy: Inductor takes copies out that it holds for idle."""
-    found, queue = [], [tensor]
-    while queue:
-        for user in queue.pop().users:
-            if user is not writer:
-                found.append(user)
-                if user.target is _aten.clone.default or _is_view(user):
-                    queue.append(user)
-    return found
 
+    def hands_on(node: Node) -> bool:
+        return node.target is _aten.clone.default or aliased(node.target) is not None
 
-def _is_view(node: Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(r.alias_info is not None for r in schema.returns)
+    seen = downstream([tensor], without=(writer,), through=hands_on)
+    return [user for node in seen for user in node.users if user is not writer]
 
 
 def add_products(module: GraphModule, fake_mode: Any) -> None:

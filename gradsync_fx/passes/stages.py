@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from gradsync_fx._torch import OpOverload
+from gradsync_fx.ir.memory import base_of
 from gradsync_fx.ir.ops import UPDATE, argument
 from gradsync_fx.ir.program import Kind, Program, Slot, output_values, writes
 from gradsync_fx.optim.opaque import Opaque
@@ -216,7 +216,7 @@ class _Cutter:
         """Makes a value of a part one of its outputs; what may be a tensor that changes later is copied."""
         if node.name not in part.gives:
             made = self._value(part, node)
-            if _root(made).op == "placeholder":
+            if base_of(made, _MAY_ALIAS).op == "placeholder":
                 kept = part.graph.call_function(_aten.clone.default, (made,))
                 kept.meta["val"] = _form(made.meta["val"])
                 made = kept
@@ -262,22 +262,6 @@ def _form(value: Any) -> Any:
 def _draws(node: Node) -> bool:
     tags = getattr(node.target, "tags", ()) if node.op == "call_function" else ()
     return torch.Tag.nondeterministic_seeded in tags
-
-
-def _root(node: Node) -> Node:
-    """What a value may be a view of."""
-    while node.op == "call_function" and node.all_input_nodes:
-        views = isinstance(node.target, OpOverload) and any(
-            r.alias_info is not None for r in node.target._schema.returns
-        )
-        if not views and node.target not in _MAY_ALIAS and not _picks(node):
-            break
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _picks(node: Node) -> bool:
-    return getattr(node.target, "__name__", "") == "getitem"
 
 
 Run = Callable[[list[Any]], Any]

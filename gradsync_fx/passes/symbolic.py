@@ -15,15 +15,14 @@ import operator
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from gradsync_fx._torch import OpOverload
 from gradsync_fx.comm.inplace_all_reduce import START_SUMS, WAIT_SUMS
 from gradsync_fx.ir import ops
+from gradsync_fx.ir.memory import viewed, written
 from gradsync_fx.ir.ops import argument
 from gradsync_fx.passes.fuse import ADD_PRODUCT, SCALED
 
@@ -242,7 +241,7 @@ class Machine:
             return env[
                 argument(node, 0)
             ]  # Inductor takes it out, and reads what was copied in its place
-        base = _viewed(target)
+        base = viewed(target)
         if base is not None and not node.kwargs and base == 0:
             whole = env[argument(node, 0)]
             step = (target, tuple(self._frozen(a, env) for a in node.args[1:]))
@@ -258,7 +257,7 @@ class Machine:
             kwargs["drawn as"] = (int, self._random)
             self._random += 1
         term = self.terms.of(target, args, kwargs)
-        for index in _mutated(target):
+        for index in written(target):
             if index < len(node.args) and isinstance(node.args[index], Node):
                 self.write(env[node.args[index]], self.terms.make("written by", term, index))  # type: ignore[index]
         result = self.bind(term)
@@ -337,31 +336,3 @@ class Machine:
 
 def _attribute(module: GraphModule, node: Node) -> Any:
     return operator.attrgetter(str(node.target))(module)
-
-
-@cache
-def _viewed(target: Any) -> int | None:
-    """Which argument a result shares memory with; None for a result of its own."""
-    if target is operator.getitem:
-        return 0
-    if not isinstance(target, OpOverload) or not target._schema.returns:
-        return None
-    alias = target._schema.returns[0].alias_info
-    if alias is None or alias.is_write:
-        return None
-    arguments = target._schema.arguments
-    return next((i for i, a in enumerate(arguments) if a.alias_info is not None), None)
-
-
-@cache
-def _mutated(target: Any) -> tuple[int, ...]:
-    """The arguments that an op writes."""
-    if not isinstance(target, OpOverload):
-        return ()
-    arguments = enumerate(target._schema.arguments)
-    return tuple(i for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
-
-
-def may_share(target: Any) -> bool:
-    """Whether a result of this op may lie in the memory of an argument."""
-    return _viewed(target) is not None or bool(_mutated(target)) or target is ops.WAIT

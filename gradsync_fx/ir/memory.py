@@ -1,0 +1,55 @@
+"""Which values of a graph share memory, as the schemas of ops say: views, picks out of lists, writes in place."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+from functools import cache
+from typing import Any
+
+from torch.fx import Node
+
+from gradsync_fx._torch import OpOverload
+
+
+@cache
+def aliased(target: Any) -> int | None:
+    """The position of the argument whose memory an op's result lies in; None where the result has its own.
+
+    A view's argument, what is picked from, or what is written in place.
+    """
+    if target is operator.getitem:
+        return 0
+    if not isinstance(target, OpOverload) or not target._schema.returns:
+        return None
+    if target._schema.returns[0].alias_info is None:
+        return None
+    arguments = target._schema.arguments
+    return next((i for i, a in enumerate(arguments) if a.alias_info is not None), None)
+
+
+@cache
+def written(target: Any) -> tuple[int, ...]:
+    """The positions of the arguments that an op writes."""
+    if not isinstance(target, OpOverload):
+        return ()
+    arguments = enumerate(target._schema.arguments)
+    return tuple(i for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+def viewed(target: Any) -> int | None:
+    """The position of the argument that an op's result is a view of; None for any other op."""
+    return None if written(target) else aliased(target)
+
+
+def base_of(node: Node, also: Collection[Any] = ()) -> Node:
+    """The node whose memory a value lies in, through any number of views; itself where it has its own.
+
+    also: ops that may return their first argument as it is.
+    """
+    while True:
+        index = 0 if node.target in also else aliased(node.target)
+        base = node.args[index] if index is not None and index < len(node.args) else None
+        if not isinstance(base, Node):
+            return node
+        node = base
