@@ -231,11 +231,11 @@ WAYS_OUT: dict[str, str | Untried] = {
     "runtime/refusals.py:changed_steps call step.flush() or ste": WINDOWS + "a_change_of_k",
     "runtime/refusals.py:changed_steps make a step of its own f": WINDOWS
     + "another_kind_of_k_is_a_step_of_its_own",
-    "ir/regions.py:check_weights sum it up: micro_batch_w": STEPS
+    "ir/deferral.py:check_weights sum it up: micro_batch_w": STEPS
     + "weights_are_added_up_and_are_one_number",
-    "ir/regions.py:check_weights make a step of each part": STEPS
+    "ir/deferral.py:check_weights make a step of each part": STEPS
     + "a_step_of_each_part_where_a_loss_needs_an_update",
-    "ir/regions.py:_refuse use gradient_accumulatio": STEPS
+    "ir/deferral.py:_refuse use gradient_accumulatio": STEPS
     + "gradients_are_read_after_the_last_backward",
     "capture/checkpointing.py:refuse_reentrant pass use_reentrant=False": STEPS
     + "checkpoints_of_the_other_kind",

@@ -1,24 +1,22 @@
 """Which nodes of a step are its micro-step and which its update, by data flow and by what is written.
 
-gradient marker   the running gradient of a leaf; the window's sum is spliced in here. A marker that only feeds the
-                  next marker of its leaf (a second backward) is a partial sum, not a cut.
-beyond            nodes that depend on a gradient: clipping, norms, hand-written reductions, the update
-writes            every call, unless the value depends on a gradient or on the update; then boundary. (A buffer fed by
-                  data through updated parameters, as batch statistics in a GAN step, is written on every call, computed
-                  from the parameters as they are.) What a parameter becomes of itself alone (a decay, a projection):
-                  the boundary. One that forward writes from data, and that is updated behind that, has both: on every
-                  call what the update would be given (early_writes)
-outputs           likewise: what depends on a gradient, or on the update alone, is the boundary's
-tail              an update without a micro-step reads the user's own tensors (tail_data: an average of the weights, its
-                  decay), and gives those outputs of the boundary that read none (tail_outputs: a clipped norm)
-stages            how many updates or reduced gradients of the same call a leaf's gradient lies behind (a generator's,
-                  behind the update of its discriminator): leaves of two stages cannot share an all-reduce
-                  late_outputs are of data and of updated parameters: a loss after the update
-host              values that the host's own calls want (a scheduler's metric), which wait like outputs: boundary_host
-sources           what a write or an output of the boundary depends on first: gradients and updates
-collectives       those that reduce no gradient, each with the sources that it waits for: they are effects, which every
-                  rank has, whoever uses their results. Those that wait, and read no data of the micro-step, stand in
-                  the tail, too (tail_collectives)
+gradient marker   the running gradient of a leaf: the window's sum is put in here. A marker that only feeds the next
+                  marker of its leaf (a second backward) is a partial sum, not a cut.
+cut               a marker that is none of these; what depends on a cut or on an update waits for the boundary
+source            of a value that waits: the cuts and updates that it depends on first
+
+What becomes of each effect of the step:
+
+write             on every call, unless its value waits. A buffer that is fed by data through updated parameters (batch
+                  statistics in a GAN's step) is written on every call, from the parameters as they are. What a
+                  parameter becomes of itself alone (a decay, a projection) is written at the boundary. A parameter that
+                  forward writes from data and an update writes again has both: on every call it becomes what the
+                  update would be given.
+output            given on every call, unless its value waits
+collective        run on every call, unless its value waits, whoever uses the result; those that reduce gradients for
+                  an update are replaced by the window's own reduction
+tail              an update without a micro-step: it does what waits and reads no data of a micro-step. It may read the
+                  tensors that the step was last given (an average of the weights, its decay).
 
 Nothing here reads a node's name or metadata; those serve messages only.
 """
@@ -31,16 +29,21 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from gradsync_fx.errors import CaptureError, ReadBeforeBoundaryError
 from gradsync_fx.ir import ops
 from gradsync_fx.ir.dataflow import Nearest, downstream, upstream
 from gradsync_fx.ir.ops import argument
 from gradsync_fx.ir.program import Kind, Slot, Step, output_values, writes
 
 
+Sources = frozenset[Node]
+
+
 @dataclass(frozen=True, slots=True)
 class HandSync:
-    """A gradient reduction that the user wrote: this wait's value is the reduced gradient of the leaf."""
+    """A gradient reduction that the user wrote.
+
+    wait: its value is the reduced gradient of the leaf. op: "sum" or "avg". group: the name of its process group.
+    """
 
     wait: Node
     op: str
@@ -49,24 +52,46 @@ class HandSync:
 
 @dataclass(frozen=True, slots=True)
 class Regions:
-    """The parts of one step; nodes are the step's own."""
+    """The parts of one step; nodes are the step's own. Found once for each capture, and never changed.
+
+    gradients: leaf number to its cuts (several where the gradient is read between two backwards), leaves in the order
+        in which their gradients become ready.
+    partial: markers that are no cuts.
+    updates: the step's `optimizer.step()` markers, in order.
+    beyond: all nodes that depend on a cut or an update: clipping, norms, reductions by hand, the update.
+    boundary_writes: each write that waits, with its sources.
+    early_writes: those of them whose parameter is written on every call, too, as the update would be given it.
+    boundary_outputs: position of each output that waits, with its sources.
+    update_sources: each update, with the sources of its gradients.
+    stages: leaf number to how many updates or reduced gradients of the same call its gradient lies behind (a
+        generator's, behind the update of its discriminator): leaves of two stages cannot share a bucket.
+    tail_data: positions of the step's own inputs that a tail reads.
+    tail_outputs: positions of the outputs that a tail gives (a clipped norm).
+    late_outputs: positions of outputs made of data and of updated parameters, given on every call (a loss after the
+        update).
+    boundary_host: argument of the host's calls (a scheduler's metric) by number, where it waits, with its sources.
+    hand: leaf number to the user's own reduction of this gradient alone.
+    hand_flat: leaves whose gradients the user joins, or scales, before reducing them.
+    collectives: those that reduce no gradient for an update, in order, each with its sources; none: on every call.
+    tail_collectives: those that wait and read no data: a tail runs them.
+    """
 
     gradients: dict[int, tuple[Node, ...]]
     partial: frozenset[Node]
     updates: tuple[Node, ...]
     beyond: frozenset[Node]
-    boundary_writes: dict[Node, frozenset[Node]]
+    boundary_writes: dict[Node, Sources]
     early_writes: frozenset[Node]
-    boundary_outputs: dict[int, frozenset[Node]]
-    update_sources: dict[Node, frozenset[Node]]
+    boundary_outputs: dict[int, Sources]
+    update_sources: dict[Node, Sources]
     stages: dict[int, int]
     tail_data: tuple[int, ...]
     tail_outputs: tuple[int, ...]
     late_outputs: tuple[int, ...]
-    boundary_host: dict[int, frozenset[Node]]
+    boundary_host: dict[int, Sources]
     hand: dict[int, HandSync]
     hand_flat: frozenset[int]
-    collectives: dict[Node, frozenset[Node]]
+    collectives: dict[Node, Sources]
     tail_collectives: frozenset[Node]
 
     @property
@@ -78,110 +103,137 @@ class Regions:
 def find_regions(step: Step) -> Regions:
     """Region analysis of a captured step; pure. See the module's text for the rules."""
     graph = step.module.graph
-    order = {node: i for i, node in enumerate(graph.nodes)}
     effects = writes(step.module)
     results = output_values(step.module)
-    remaining = _no_gradient_reductions(step, effects)
-    needed = upstream([*effects, *(n for n in results if isinstance(n, Node)), *remaining])
-
+    own = _no_gradient_reductions(step, effects)
+    needed = upstream([*effects, *(n for n in results if isinstance(n, Node)), *own])
     markers = [n for n in graph.find_nodes(op="call_function", target=ops.LEAF_GRAD) if n in needed]
     partial = frozenset(m for m in markers if _feeds_only_next_marker(m, needed))
     cuts = [m for m in markers if m not in partial]
-    updates = tuple(
-        n for n in graph.find_nodes(op="call_function", target=ops.UPDATE) if n in needed
-    )
-    gradients: dict[int, tuple[Node, ...]] = {}
-    for marker in sorted(cuts, key=lambda m: order[argument(m, 0)]):
-        leaf = int(argument(marker, 1))
-        gradients[leaf] = (*gradients.get(leaf, ()), marker)
+    updates = [n for n in graph.find_nodes(op="call_function", target=ops.UPDATE) if n in needed]
 
-    stops = dict.fromkeys([*cuts, *updates])
-    nearest = Nearest(graph, stops)
-    after_update = downstream(updates)
-    # What would depend on a gradient if every update left its parameters as they are.
-    reads_gradient = downstream(cuts, without=set(updates))
-    kinds = dict(zip(graph.find_nodes(op="placeholder"), step.slots, strict=True))
-    # A tensor that the step keeps (an average, a count) is no data; an input that it changes is.
-    kept = {argument(write, 0) for write in effects} - upstream(cuts)
-    from_data = downstream(
-        [
-            h
-            for h, slot in kinds.items()
-            # A number (a count, a size) makes no data of what it scales.
-            if slot.kind is Kind.DATA and h not in kept and isinstance(h.meta["val"], torch.Tensor)
-        ],
-        without=stops,
-    )
-
-    boundary: dict[Node, frozenset[Node]] = {}
-    early: set[Node] = set()
-    for write in effects:
-        kind, value = kinds[argument(write, 0)].kind, argument(write, 1)
-        each_call = kind is Kind.BUFFER and value in from_data
-        depends = value in reads_gradient or (value in after_update and not each_call)
-        # A decay, a projection: what a parameter becomes of itself alone belongs to its update.
-        alone = kind is Kind.PARAMETER and value not in from_data
-        if depends or alone:
-            boundary[write] = nearest.of(value)
-            given = _given_to_update(value)
-            if given in from_data and given not in reads_gradient:
-                early.add(write)
-    # So does a count that is made of no data and feeds such writes alone: it weighs an average.
-    waiting = dict(boundary)
-    forward = upstream(cuts)
-    for write in effects:
-        holder, value = argument(write, 0), argument(write, 1)
-        if write not in boundary and not {holder, value} & forward and value not in from_data:
-            fed = downstream([holder, value])
-            readers = [sources for w, sources in waiting.items() if argument(w, 1) in fed]
-            if readers:
-                boundary[write] = frozenset[Node]().union(*readers)
-
-    def waits(value: Node) -> bool:
-        return value in reads_gradient or (value in after_update and value not in from_data)
-
+    flow = _Flow(step, effects, cuts, updates)
+    gradients = _by_leaf(cuts, flow)
+    boundary = _boundary_writes(effects, flow)
     outputs = {
-        i: nearest.of(n) for i, n in enumerate(results) if waits(n) and n.target is not ops.NOTE
+        i: flow.nearest.of(n)
+        for i, n in enumerate(results)
+        if flow.waits(n) and n.target is not ops.NOTE
     }
     host = {
         int(argument(n, 3)): argument(n, 1)
         for n in graph.find_nodes(op="call_function", target=ops.NOTE)
-        if argument(n, 2) == ops.Role.HOST and waits(argument(n, 1))
+        if argument(n, 2) == ops.Role.HOST and flow.waits(argument(n, 1))
     }
-    sources = {
-        u: frozenset[Node]().union(*(nearest.of(g) for g in argument(u, 3))) for u in updates
-    }
+    sources = {u: Sources().union(*map(flow.nearest.of, argument(u, 3))) for u in updates}
     hand, hand_flat = _hand_written(gradients)
-    collectives = {c: nearest.of(c) if waits(c) else frozenset[Node]() for c in remaining}
+    collectives = {c: flow.nearest.of(c) if flow.waits(c) else Sources() for c in own}
     return Regions(
         gradients=gradients,
         partial=partial,
-        updates=updates,
-        beyond=frozenset(downstream(stops)),
+        updates=tuple(updates),
+        beyond=frozenset(downstream([*cuts, *updates])),
         boundary_writes=boundary,
-        early_writes=frozenset(early),
+        early_writes=frozenset(w for w in boundary if flow.is_early(w)),
         boundary_outputs=outputs,
         update_sources=sources,
-        stages=_stages(gradients, sources, order, nearest),
-        tail_data=_data_read([*boundary, *updates, *host.values()], frozenset(cuts), kinds),
-        late_outputs=tuple(
-            i for i, n in enumerate(results) if n in after_update and i not in outputs
-        ),
+        stages=_stages(gradients, sources, flow),
+        tail_data=flow.data_read([*boundary, *updates, *host.values()]),
         tail_outputs=tuple(
-            i
-            for i in outputs
-            if results[i] not in boundary and not _data_read([results[i]], frozenset(cuts), kinds)
+            i for i in outputs if results[i] not in boundary and not flow.data_read([results[i]])
         ),
-        boundary_host={i: nearest.of(n) for i, n in sorted(host.items())},
+        late_outputs=tuple(
+            i for i, n in enumerate(results) if n in flow.after_update and i not in outputs
+        ),
+        boundary_host={i: flow.nearest.of(n) for i, n in sorted(host.items())},
         hand=hand,
         hand_flat=hand_flat,
         collectives=collectives,
         tail_collectives=frozenset(
-            c
-            for c, waited in collectives.items()
-            if waited and not _data_read([c], frozenset(cuts), kinds)
+            c for c, waited in collectives.items() if waited and not flow.data_read([c])
         ),
     )
+
+
+class _Flow:
+    """What depends on what, in one step.
+
+    order: position of each node. kinds: each input's slot. nearest: sources of a value. after_update: what depends on
+    an update. reads_gradient: what would depend on a gradient if every update left its parameters as they are.
+    from_data: what depends on the micro-batch, other than through cuts and updates.
+    """
+
+    def __init__(
+        self, step: Step, effects: list[Node], cuts: list[Node], updates: list[Node]
+    ) -> None:
+        graph, stops = step.module.graph, dict.fromkeys([*cuts, *updates])
+        self.order = {node: i for i, node in enumerate(graph.nodes)}
+        self.kinds = dict(zip(graph.find_nodes(op="placeholder"), step.slots, strict=True))
+        self.nearest = Nearest(graph, stops)
+        self.after_update = downstream(updates)
+        self.reads_gradient = downstream(cuts, without=set(updates))
+        self.forward = upstream(cuts)
+        self._cuts = frozenset(cuts)
+        # A tensor that the step keeps (an average, a count) is no data; an input that it changes is.
+        kept = {argument(write, 0) for write in effects} - self.forward
+        given = [
+            h
+            for h, slot in self.kinds.items()
+            # A number (a count, a size) makes no data of what it scales.
+            if slot.kind is Kind.DATA and h not in kept and isinstance(h.meta["val"], torch.Tensor)
+        ]
+        self.from_data = downstream(given, without=stops)
+
+    def waits(self, value: object) -> bool:
+        """Whether a value is the boundary's."""
+        return value in self.reads_gradient or (
+            value in self.after_update and value not in self.from_data
+        )
+
+    def is_early(self, write: Node) -> bool:
+        """Whether what the update of a boundary write would be given is made of data."""
+        given = _given_to_update(argument(write, 1))
+        return given in self.from_data and given not in self.reads_gradient
+
+    def data_read(self, values: list[Node]) -> tuple[int, ...]:
+        """Positions of the user's own tensors that values depend on other than through gradients."""
+        seen = upstream(values, without=self._cuts)
+        return tuple(s.key for holder, s in self.kinds.items() if holder in seen and _is_data(s))
+
+
+def _is_data(slot: Slot) -> bool:
+    return slot.kind is Kind.DATA
+
+
+def _by_leaf(cuts: list[Node], flow: _Flow) -> dict[int, tuple[Node, ...]]:
+    found: dict[int, tuple[Node, ...]] = {}
+    for marker in sorted(cuts, key=lambda m: flow.order[argument(m, 0)]):
+        leaf = int(argument(marker, 1))
+        found[leaf] = (*found.get(leaf, ()), marker)
+    return found
+
+
+def _boundary_writes(effects: list[Node], flow: _Flow) -> dict[Node, Sources]:
+    found: dict[Node, Sources] = {}
+    for write in effects:
+        kind, value = flow.kinds[argument(write, 0)].kind, argument(write, 1)
+        each_call = kind is Kind.BUFFER and value in flow.from_data
+        depends = value in flow.reads_gradient or (value in flow.after_update and not each_call)
+        # A decay, a projection: what a parameter becomes of itself alone belongs to its update.
+        alone = kind is Kind.PARAMETER and value not in flow.from_data
+        if depends or alone:
+            found[write] = flow.nearest.of(value)
+    # So does a count that is made of no data and feeds such writes alone: it weighs an average.
+    counted: dict[Node, Sources] = {}
+    for write in effects:
+        holder, value = argument(write, 0), argument(write, 1)
+        if write in found or {holder, value} & flow.forward or value in flow.from_data:
+            continue
+        fed = downstream([holder, value])
+        readers = [sources for w, sources in found.items() if argument(w, 1) in fed]
+        if readers:
+            counted[write] = Sources().union(*readers)
+    return found | counted
 
 
 def _no_gradient_reductions(step: Step, effects: list[Node]) -> list[Node]:
@@ -216,57 +268,17 @@ def _given_to_update(value: Node) -> Node:
 
 
 def _stages(
-    gradients: dict[int, tuple[Node, ...]],
-    sources: dict[Node, frozenset[Node]],
-    order: dict[Node, int],
-    nearest: Nearest,
+    gradients: dict[int, tuple[Node, ...]], sources: dict[Node, Sources], flow: _Flow
 ) -> dict[int, int]:
     stage: dict[Node, int] = {}
     stops = [*sources, *(m for markers in gradients.values() for m in markers)]
-    for node in sorted(stops, key=order.__getitem__):
+    for node in sorted(stops, key=flow.order.__getitem__):
         if node in sources:
             stage[node] = max((stage[s] for s in sources[node]), default=0)
         else:
-            behind = nearest.of(argument(node, 0))
-            stage[node] = max((stage[s] + 1 for s in behind), default=0)
+            before = flow.nearest.of(argument(node, 0))
+            stage[node] = max((stage[s] + 1 for s in before), default=0)
     return {leaf: stage[markers[0]] for leaf, markers in gradients.items()}
-
-
-def _data_read(
-    values: list[Node], cuts: frozenset[Node], kinds: dict[Node, Slot]
-) -> tuple[int, ...]:
-    """Positions of the user's own tensors that values depend on other than through gradients."""
-    seen = upstream(values, without=cuts)
-    return tuple(s.key for holder, s in kinds.items() if holder in seen and s.kind is Kind.DATA)
-
-
-def check_weights(step: Step, regions: Regions) -> None:
-    """Raises `CaptureError` where a weight is no single number, or is not known before the gradients are used.
-
-    That is where the weight, a loss or a gradient depends on an update of the same call: whether the micro-step counts
-    would be known only after an update that had to know it.
-    """
-    cuts = [m for markers in regions.gradients.values() for m in markers]
-    nearest = Nearest(step.module.graph, [*cuts, *regions.updates])
-    notes = step.module.graph.find_nodes(op="call_function", target=ops.NOTE)
-    weights = [argument(n, 1) for n in notes if argument(n, 2) == ops.Role.WEIGHT]
-    for weight in weights:
-        if weight.meta["val"].numel() != 1:
-            raise CaptureError(
-                f"micro_batch_weight, at {ops.node_line(weight)}",
-                seen=f"a weight of shape {tuple(weight.meta['val'].shape)}",
-                wanted="a number, or a tensor of one element",
-                fix="sum it up: micro_batch_weight(mask.sum())",
-            )
-    losses = [argument(n, 1) for n in notes if argument(n, 2) == ops.Role.LOSS]
-    for value in [*weights, *losses, *(argument(m, 0) for m in cuts)]:
-        if nearest.of(value):
-            raise CaptureError(
-                f"weights of micro-steps, at {ops.node_line(value)}",
-                seen="a weight, a loss or a gradient that depends on an update or a reduced gradient of the same call",
-                wanted="one update, after all losses of the step",
-                fix='make a step of each part, or leave out skip_nonfinite and reduction="weighted"',
-            )
 
 
 def _feeds_only_next_marker(marker: Node, needed: set[Node]) -> bool:
@@ -300,33 +312,3 @@ def _hand_written(
         if any(ops.is_reduction(user) for node in images for user in node.users):
             joined.add(leaf)
     return alone, frozenset(joined)
-
-
-def check_deferrable(step: Step, regions: Regions) -> None:
-    """Raises `ReadBeforeBoundaryError` where a window of more than one micro-step would change what the step means.
-
-    That is where a gradient, or another write of the micro-step, depends on a reduced gradient other than through an
-    optimizer's update.
-    """
-    cuts = [m for markers in regions.gradients.values() for m in markers]
-    # A cut behind an update is none: its value is that of the next window's parameters.
-    nearest = Nearest(step.module.graph, [*cuts, *regions.updates])
-    for markers in regions.gradients.values():
-        for marker in markers:
-            found = nearest.behind(marker)
-            for cut in cuts if found else ():
-                if cut in found:
-                    _refuse(step, cut, upstream([marker], without=regions.updates))
-        if len(markers) > 1:
-            _refuse(step, markers[0], set(markers[0].users))
-
-
-def _refuse(step: Step, cut: Node, inside: set[Node]) -> None:
-    reader = next((u for u in cut.users if u in inside), next(iter(cut.users)))
-    name = step.leaves[int(argument(cut, 1))].name
-    raise ReadBeforeBoundaryError(
-        f"synced gradient of {name!r}",
-        seen=f"it is read at {ops.node_line(reader)} by {reader.name} ({reader.target}) before the boundary",
-        wanted="gradients that are read only by the update when gradient_accumulation_steps > 1",
-        fix="use gradient_accumulation_steps=1 for this step, or read the gradient after the last backward",
-    )

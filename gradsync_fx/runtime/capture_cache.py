@@ -9,7 +9,7 @@ import torch
 
 from gradsync_fx.capture.tracer import Capture, hook_error
 from gradsync_fx.errors import WindowError
-from gradsync_fx.ir.regions import check_deferrable
+from gradsync_fx.ir.deferral import check_deferrable
 from gradsync_fx.optim.state import in_groups
 from gradsync_fx.options import Options
 from gradsync_fx.runtime.accumulators import Accumulators

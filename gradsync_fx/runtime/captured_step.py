@@ -23,10 +23,11 @@ from gradsync_fx.comm.liveness import compiling
 from gradsync_fx.comm.rendezvous import Line
 from gradsync_fx.comm.shm_all_reduce import SharedBuckets, find_shared
 from gradsync_fx.errors import CaptureError
+from gradsync_fx.ir.deferral import check_weights
 from gradsync_fx.ir.journal import Journal
 from gradsync_fx.ir.ops import argument
 from gradsync_fx.ir.program import Kind, Program
-from gradsync_fx.ir.regions import check_weights, find_regions
+from gradsync_fx.ir.regions import find_regions
 from gradsync_fx.lowering.artifacts import artifact
 from gradsync_fx.lowering.lower import Compiled, as_it_is, decompositions, lower
 from gradsync_fx.optim.binding import Binding, left_as_they_are

@@ -7,7 +7,7 @@ from typing import Any
 from gradsync_fx.comm.liveness import in_job
 from gradsync_fx.comm.rendezvous import ACCUMULATE, BOUNDARY, FLUSH
 from gradsync_fx.errors import WindowError
-from gradsync_fx.ir.regions import check_deferrable
+from gradsync_fx.ir.deferral import check_deferrable
 from gradsync_fx.runtime.captured_step import NONE, CapturedStep
 from gradsync_fx.runtime.consistency import SUMS
 from gradsync_fx.runtime.eager_step import EagerStep
