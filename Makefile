@@ -19,7 +19,7 @@ WINDOWS := $(addprefix tests/,runtime/test_window.py test_weights.py test_gradie
 JOBS := --numprocesses 2 --dist loadfile
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-torch format clean
+.PHONY: demo test test-torch format docs clean
 
 demo: $(VENV)/.examples
 	$(BIN)/torchrun --nproc-per-node 2 examples/train_text.py
@@ -35,11 +35,15 @@ test: $(VENV)/.dev
 test-torch:
 	$(PYTHON) tests/versions.py '$(TORCH)' $(JOBS)
 
-# Formats the code, and writes the layout table of README.md anew from the modules' docstrings.
+# Formats the code, and writes the layout table of docs/layout.md anew from the modules' docstrings.
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/python tests/test_docs.py
+
+# The site in build/site; a link or an anchor that does not exist is an error.
+docs: $(VENV)/.dev
+	$(BIN)/python -m sphinx -W --keep-going -b html -c docs -d build/doctrees . build/site
 
 clean:
 	rm -rf $(VENV) .venv-torch-* build dist .mypy_cache .pytest_cache .ruff_cache

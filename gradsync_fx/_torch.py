@@ -1,6 +1,6 @@
 """The one place that names private or version-dependent parts of torch.
 
-Seen in torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0; README.md's table has what passed there (`make test-torch`). A name
+Seen in torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0; docs/versions.md has what passed there (`make test-torch`). A name
 that is gone raises `VersionError` on import of the package, with torch's version, ours, and the range that was tested.
 """
 

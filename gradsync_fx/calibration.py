@@ -14,6 +14,7 @@ from gradsync_fx.comm.liveness import in_job
 from gradsync_fx.errors import WindowError
 from gradsync_fx.inspection.costs import PRESETS, Hardware
 from gradsync_fx.optimized_step import OptimizedStep
+from gradsync_fx.wording import number_of
 
 
 SIZES = (1_000, 30_000, 1_000_000, 4_000_000)  # float32 elements of a trial all-reduce
@@ -42,7 +43,7 @@ def calibrate(
     if step.pending or any(k == 1 for k in executor.options.steps):
         raise WindowError(
             "calibrate",
-            seen=f"{step.pending} pending micro-steps, k = {max(executor.options.steps)}",
+            seen=f"{number_of(step.pending, 'pending micro-step')}, k = {max(executor.options.steps)}",
             wanted="a step between two windows, with gradient_accumulation_steps above 1",
             fix="call step.flush() first, or calibrate with another k",
         )

@@ -118,7 +118,7 @@ class OptimizedStep(Generic[P, R]):
                 executor.accumulators.drop_gradients()
                 warn_of_mistakes(executor)
             if executor.sync_gradients and executor.window.optimizer_step == 1:
-                artifact("report", lambda: self.report().to_json())
+                artifact(self._name, "report", lambda: self.report().to_json())
             return result
 
     def prepare(self, *args: P.args, **kwargs: P.kwargs) -> None:

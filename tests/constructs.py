@@ -4,7 +4,7 @@ test_constructs.py tries every row.
 A row's function is called in the step, between the loss and `backward`. Outcomes:
 
     captured    traced as it stands
-    moved       runs behind the program, or was dropped; the report says which
+    moved       runs after the program, or was dropped; the report says which
     eager       refused by name; with on_unsupported="eager" the same windows run without the rewrite
     refused     refused by name, either way
 """
@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 log = logging.getLogger(__name__)
 HEADINGS = {
     "captured": "Captured as it stands",
-    "moved": "Moved behind the program, or dropped",
+    "moved": "Moved after the program, or dropped",
     "eager": 'Refused by name; runs with `on_unsupported="eager"`',
     "refused": "Refused by name, either way",
 }

@@ -28,7 +28,7 @@ where a window ends, and again by `flush`. Three things it cannot have, and says
 - a Python number that the step changes on each call and that goes into such a write (the count of an average), or a
   value read from a gradient (`norm.item()`) that does: `CaptureError` at the second call of a window, with the tensor
   and the line. Take the count from `step.optimizer_step`, or keep such values in tensors;
-- a value of updated parameters that is read on the host ahead of such a write, where `flush` ends the window;
+- a value of updated parameters that is read on the host before such a write, where `flush` ends the window;
 - with `gradient_accumulation_steps="manual"`, gradients that the step changes by its own code.
 
 Values that the step itself reads on a call that closes no window are this micro-step's. Following costs about 35 us

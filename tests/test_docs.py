@@ -1,28 +1,27 @@
-"""The README's code and the examples run as they stand.
+"""The code of README.md and docs/ and the examples run as they stand.
 
-As a script it writes the README's layout table anew.
+As a script it writes the layout table of docs/layout.md anew.
 """
 
 from __future__ import annotations
 
 import ast
-import contextlib
 import functools
-import io
 import os
 import re
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
 
 import gradsync_fx
+from tests import pages
+from tests.pages import PAGES, printed_as_said
 
 
 ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
+LAYOUT = ROOT / "docs" / "layout.md"
 EXAMPLES = (
     "train_text.py",
     "train_digits.py",
@@ -35,8 +34,13 @@ EXAMPLES = (
 LOOKING = {"inspect_step.py": "speed-up", "diagnose_loop.py": "looks right"}
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 TABLE = re.compile(r"(?<=<!-- layout -->\n).*?(?=<!-- end of layout -->)", re.DOTALL)
-# A block of Python and, where a block of text comes right after it, what it prints.
-BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.DOTALL | re.MULTILINE)
+# integrations.md is run by test_integrations_docs.py, with what its loops need.
+RUNNING = [
+    page
+    for page in PAGES
+    if page.name != "integrations.md"
+    and any(b.why is None and b.kind in pages.RUN for b in pages.blocks(page, page.read_text()))
+]
 
 
 def layout_table() -> str:
@@ -50,29 +54,63 @@ def layout_table() -> str:
     return "| file | what it is |\n|---|---|\n" + "".join(rows)
 
 
-def test_readme_layout_is_what_the_modules_say() -> None:
-    found = TABLE.search(README.read_text())
+def test_layout_is_what_the_modules_say() -> None:
+    found = TABLE.search(LAYOUT.read_text())
     assert found is not None
     assert found[0] == layout_table(), "the table is behind: make format renews it"
 
 
-def test_readme_code_runs_and_prints_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The blocks continue each other, in one namespace; aot_eager stands in for Inductor."""
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_is_run_or_says_why_not(page: Path) -> None:
+    for block in pages.blocks(page, page.read_text()):
+        if block.why is not None:
+            assert len(block.why.split()) > 1, f"{block}: no reason"
+        else:
+            assert block.kind in pages.RUN or re.fullmatch(r"\{[\w:-]+\}", block.kind), (
+                f"{block}: a block of kind {block.kind!r}"
+            )
+
+
+@pytest.mark.parametrize("page", RUNNING, ids=lambda page: page.name)
+def test_code_runs_and_prints_what_it_says(
+    page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """aot_eager stands in for Inductor."""
     quick = functools.partial(gradsync_fx.optimize, backend="aot_eager")
     monkeypatch.setattr(gradsync_fx, "optimize", quick)
-    module = types.ModuleType("readme")
-    monkeypatch.setitem(sys.modules, "readme", module)
-    text = README.read_text()
-    blocks = list(BLOCK.finditer(text))
-    assert blocks
-    for block in blocks:
-        line = text.count("\n", 0, block.start(1))
-        code = compile("\n" * line + block[1], str(README), "exec")
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(code, module.__dict__)
-        if block[2] is not None:
-            assert printed.getvalue() == block[2]
+    monkeypatch.setitem(sys.modules, "page", None)
+    for block, printed in pages.play(page, page.read_text(), tmp_path):
+        if block.prints is not None:
+            assert printed_as_said(printed, block.prints), f"{block} printed\n{printed}"
+
+
+def test_a_page_that_is_wrong_is_noticed(tmp_path: Path) -> None:
+    """A planted mistake of each kind."""
+    page = tmp_path / "page.md"
+
+    def prints(text: str) -> str:
+        ((_, printed),) = pages.play(page, text, tmp_path)
+        return printed
+
+    (block,) = pages.blocks(page, "```python\nprint(6 * 7)\n```\n\n```text\n43\n```\n")
+    assert not printed_as_said(prints("```python\nprint(6 * 7)\n```\n"), str(block.prints))
+    with pytest.raises(ZeroDivisionError):
+        prints("```python\n1 / 0\n```\n")
+    with pytest.raises(AssertionError, match="there is no such file"):
+        prints("```sh\ngradsync-fx inspect examples/nowhere.py:gpt\n```\n")
+    with pytest.raises(ValueError, match="no command"):
+        prints("```sh\nrm -rf build\n```\n")
+    (skipped,) = pages.blocks(page, "<!-- not run: -->\n```python\nx\n```\n")
+    assert skipped.why == ""
+    (bare,) = pages.blocks(page, "```\nx\n```\n")
+    assert bare.kind == ""
+
+
+def test_what_a_page_leaves_out_of_an_output() -> None:
+    assert printed_as_said("a\nb\nc\nd\n", "a\n...\nd\n")
+    assert printed_as_said("step  (/x/y.py:3)\n", "step  (...)\n")
+    assert not printed_as_said("a\nb\nc\n", "a\nc\n")
+    assert not printed_as_said("a\nb\n", "a\n...\nc\n")
 
 
 @pytest.mark.parametrize("name", [*EXAMPLES, *LOOKING])
@@ -148,4 +186,4 @@ def run(*arguments: str, timeout: int = 150) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(TABLE.sub(lambda _: layout_table(), README.read_text()))
+    LAYOUT.write_text(TABLE.sub(lambda _: layout_table(), LAYOUT.read_text()))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from gradsync_fx import _torch
 from tests import versions
-from tests.versions import README, ROOT, Outcome
+from tests.versions import PAGE, ROOT, Outcome
 
 
 REPORT = """<?xml version="1.0"?>
@@ -40,14 +40,15 @@ def test_a_row_takes_the_place_of_the_one_before() -> None:
 
 def test_the_range_is_what_the_table_says_was_tested() -> None:
     (oldest, newest) = _torch.OLDEST, _torch.NEWEST
-    rows = versions.rows(README.read_text())
+    rows = versions.rows(PAGE.read_text())
     tested = sorted(tuple(int(n) for n in version.split(".")[:2]) for version in rows)
     assert (tested[0], tested[-1]) == (oldest, newest)
     assert all(row.split("|")[5].strip() == "0" for row in rows.values()), "a version fails"
     required = f'"torch>={oldest[0]}.{oldest[1]},<{newest[0]}.{newest[1] + 1}"'
     assert required in (ROOT / "pyproject.toml").read_text()
     said = f"torch {oldest[0]}.{oldest[1]} to {newest[0]}.{newest[1]}"
-    assert re.search(rf"{re.escape(said)}\b", README.read_text())
+    for page in (PAGE, ROOT / "README.md"):
+        assert re.search(rf"{re.escape(said)}\b", page.read_text())
 
 
 def test_the_core_is_there_and_its_tools_are_pinned() -> None:

@@ -185,7 +185,7 @@ def test_the_interpreter_ends_with_an_open_window() -> None:
         cwd=Path(__file__).parents[1],
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
-    assert "step ended with 1 pending micro-steps" in ended.stderr
+    assert "step ended with 1 pending micro-step in" in ended.stderr
 
 
 @pytest.mark.captured

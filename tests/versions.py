@@ -1,7 +1,7 @@
 """The core of the test-suite with another torch, in an environment of its own.
 
 As a script (`make test-torch TORCH=2.15.0`) it makes the environment `.venv-torch-2.15.0`, runs the core in it, and
-writes what came out into the README's table of versions.
+writes what came out into the table of docs/versions.md.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 
 
 ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "versions.md"
 TABLE = re.compile(r"(?<=<!-- versions -->\n).*?(?=<!-- end of versions -->)", re.DOTALL)
 HEAD = """\
 | torch | Python | day | passed | failed | skipped |
@@ -74,15 +74,15 @@ def read(report: str, torch: str, python: str, day: str) -> Outcome:
 
 
 def rows(text: str) -> dict[str, str]:
-    """The rows of the README's table, by torch's version."""
+    """The rows of the table, by torch's version."""
     found = TABLE.search(text)
-    assert found is not None, "README.md has no table of versions"
+    assert found is not None, "docs/versions.md has no table of versions"
     lines = found[0].splitlines(keepends=True)[2:]
     return {line.split("|")[1].strip(): line for line in lines}
 
 
 def with_row(text: str, outcome: Outcome) -> str:
-    """README.md's text, with one row of the table new."""
+    """The page's text, with one row of the table new."""
     known = {version: row for version, row in rows(text).items() if version != outcome.torch}
     known[outcome.torch] = outcome.row()
     newest_first = sorted(known, key=lambda v: [int(n) for n in v.split(".")], reverse=True)
@@ -121,7 +121,7 @@ def main(torch: str, *arguments: str) -> int:
         return code
     of_python = f"{sys.version_info.major}.{sys.version_info.minor}"
     outcome = read(report.read_text(), torch, of_python, date.today().isoformat())
-    README.write_text(with_row(README.read_text(), outcome))
+    PAGE.write_text(with_row(PAGE.read_text(), outcome))
     print(outcome.row(), end="")
     return code
 

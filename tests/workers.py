@@ -37,7 +37,7 @@ def serve(rank: int, world: int, store: str, pipe: Connection) -> None:
     warnings.simplefilter("error", UserWarning)
     warnings.filterwarnings("ignore", "the step runs eagerly")
     # Scenarios leave windows open.
-    warnings.filterwarnings("ignore", ".* ended with .* pending micro-steps")
+    warnings.filterwarnings("ignore", ".* ended with .* pending micro-step")
     with ExitStack() as stack:
         if asked():
             stack.enter_context(eagerly())

@@ -5,7 +5,7 @@ A rule says how often an effect happens in a window of k micro-steps, by what it
 every call          what depends on this call's data: the k micro-steps of a window each have theirs
 once per update     what depends on gradients or on updated parameters, and what a parameter becomes of itself alone
 once per window     what takes gradients away
-behind the program  calls that touch nothing that is computed with: they run after it, on every call, with its numbers
+after the program   calls that touch nothing that is computed with: they run after it, on every call, with its numbers
 eagerly             nothing that a program could hold: refused with its line, or the step runs uncompiled
 refused             by name, either way
 
@@ -24,7 +24,7 @@ class Rule(Enum):
     EVERY_CALL = "every call"
     PER_UPDATE = "once per update"
     PER_WINDOW = "once per window"
-    BEHIND = "behind the program"
+    BEHIND = "after the program"
     EAGERLY = "eagerly"
     REFUSED = "refused"
 
@@ -62,7 +62,7 @@ EFFECTS = (
         "like the same write under `torch.no_grad()`, whatever rule that has",
     ),
     Effect(
-        "average of the weights", "`slow.lerp_(p, 0.1)` behind `optimizer.step()`", Rule.PER_UPDATE
+        "average of the weights", "`slow.lerp_(p, 0.1)` after `optimizer.step()`", Rule.PER_UPDATE
     ),
     Effect("renormed embedding", "`nn.Embedding(..., max_norm=1.0)`", Rule.EVERY_CALL),
     Effect("input", "`x.mul_(2)`", Rule.EVERY_CALL),
@@ -84,7 +84,7 @@ EFFECTS = (
         "zero_grad of one's own",
         "`def zero_grad(self): super().zero_grad(); self.cleared += 1`",
         Rule.PER_UPDATE,
-        "behind the update, as a scheduler; one that reads gradients is refused",
+        "after the update, as a scheduler; one that reads gradients is refused",
     ),
     Effect(
         "hook on a parameter",

@@ -9,9 +9,10 @@ the step returns. A call that its guards do not cover is captured anew.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -61,11 +62,12 @@ from gradsync_fx.errors import (
 from gradsync_fx.ir.ops import LEAF_GRAD, UPDATE, argument
 from gradsync_fx.ir.program import Kind, Leaf, Slot, Step, writes
 from gradsync_fx.optim.state import parameters_of
+from gradsync_fx.wording import name_of
 
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """A `Step` with the objects that it came from."""
+    """A `Step` with the objects that it came from. name: of the user's function."""
 
     step: Step
     fake_mode: FakeTensorMode | None
@@ -82,6 +84,7 @@ class Capture:
     declared: tuple[Declared, ...]
     numbers: tuple[Followed, ...]
     never_zeroed: bool
+    name: str = "step"
 
 
 _serial = itertools.count()
@@ -114,10 +117,18 @@ def traced(
         return tree_map_only(torch.Tensor, torch.Tensor.detach, result), notes
 
     # Dynamo keeps what it compiled by code object: each step needs one of its own.
-    whole_step.__code__ = whole_step.__code__.replace(co_name=f"step_{next(_serial)}")
+    name = name_of(function)
+    frame = re.sub(r"\W", "_", f"{name}_{next(_serial)}")
+    whole_step.__code__ = whole_step.__code__.replace(co_name=frame)
 
     def compile_graph(module: GraphModule, inputs: list[Any]) -> Any:
-        return _functional(module, inputs, inquiry.on_capture, decompositions, manual)
+        return _functional(
+            module,
+            inputs,
+            lambda capture: inquiry.on_capture(replace(capture, name=name)),
+            decompositions,
+            manual,
+        )
 
     context: Any = dynamo_optimize(backend=compile_graph, nopython=True, dynamic=dynamic)
     scoped = _Scoped(context.callback._torchdynamo_orig_backend, asked, rank_timeout)
@@ -247,7 +258,7 @@ def _capture(
     if len(fakes) != len(sources):
         raise CaptureError(
             "inputs of the step",
-            seen=f"{len(sources)} tensors became {len(fakes)} inputs",
+            seen=f"tensors: {len(sources)}; inputs that the trace made of them: {len(fakes)}",
             wanted="inputs that are not views of one storage, and no tensor subclasses",
             fix="pass tensors that own their storage (tensor.clone())",
         )

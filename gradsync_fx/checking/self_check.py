@@ -24,6 +24,7 @@ from gradsync_fx.checking.reference_window import Arguments, same_random_numbers
 from gradsync_fx.errors import VerificationError, WindowError
 from gradsync_fx.options import Options
 from gradsync_fx.planning.setting import find_setting
+from gradsync_fx.wording import number_of
 
 
 SHOWN = 10  # values that a verdict lists at most
@@ -81,7 +82,8 @@ class Verdict:
     def __str__(self) -> str:
         said = "equal" if self.equal else f"NOT equal, on ranks {list(self.ranks_apart)}"
         lines = [
-            f"{self.step}: one window of {self.micro_steps} micro-steps on {self.world_size} ranks, captured and in "
+            f"{self.step}: one window of {number_of(self.micro_steps, 'micro-step')} on "
+            f"{number_of(self.world_size, 'rank')}, captured and in "
             f"plain eager PyTorch: {said}"
         ]
         for what in dict.fromkeys(value.what for value in self.values):

@@ -46,8 +46,8 @@ Steps = Annotated[
         "--gradient-accumulation-steps",
         "-k",
         metavar="K",
-        help="or manual",
-        rich_help_panel="Micro-steps in a window",
+        help="micro-steps in a window, or manual",
+        rich_help_panel=WINDOW,
     ),
 ]
 World = Annotated[
@@ -57,6 +57,16 @@ World = Annotated[
         min=1,
         metavar="N",
         help="ranks, simulated; without it those of this process",
+        rich_help_panel=WINDOW,
+    ),
+]
+SeveralRanks = Annotated[
+    int,
+    typer.Option(
+        "--world-size",
+        min=1,
+        metavar="N",
+        help="ranks, simulated; with 1 there is no all-reduce",
         rich_help_panel=WINDOW,
     ),
 ]

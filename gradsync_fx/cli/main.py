@@ -35,6 +35,7 @@ from gradsync_fx.cli.arguments import (
     Machine,
     Nonfinite,
     Reduction,
+    SeveralRanks,
     Steps,
     Sums,
     Trace,
@@ -128,12 +129,13 @@ def inspect(
 
 @app.command(
     epilog=epilog("diff"),
-    help=f"The accumulate program beside the boundary program, as Python.\n\n{FACTORY}",
+    help=f"The accumulate program beside the boundary program, as Python. "
+    f"What repeats is folded; --json has both programs whole.\n\n{FACTORY}",
 )
 def diff(
     factory: Factory,
     gradient_accumulation_steps: Steps = "2",
-    world_size: World = None,
+    world_size: SeveralRanks = 2,
     reduction: Reduction = None,
     bucket_cap_mb: Cap = None,
     sync_each_batch: Each = False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -71,7 +72,7 @@ def show(console: Console, what: Any) -> None:
     """Prints to the console's stdout. Raises `Problem`."""
     with _stdout(), console.capture() as captured:
         console.print(what)
-    out(captured.get())
+    out(re.sub(r" +$", "", captured.get(), flags=re.MULTILINE))  # tables are filled up to the width
 
 
 def out(text: str) -> None:

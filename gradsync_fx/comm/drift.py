@@ -14,6 +14,7 @@ import torch
 from gradsync_fx.comm.rendezvous import Line, broadcast
 from gradsync_fx.errors import RanksDisagreeError
 from gradsync_fx.user_lines import warn_user
+from gradsync_fx.wording import number_of
 
 
 # Updates between two comparisons; the first update is compared, too.
@@ -81,7 +82,7 @@ class Drift:
                 raise RanksDisagreeError(
                     f"parameter {name!r} after update {update}",
                     seen=f"its values differ among the ranks: relative to rank 0's, {told} "
-                    f"({len(differing)} parameters in all)",
+                    f"({number_of(len(differing), 'parameter')} in all)",
                     wanted="the same parameters on all ranks after every update",
                     fix="look for what is not the same on all ranks: rates and other numbers of the optimizer, random "
                     "numbers between backward() and optimizer.step(), writes to parameters; "

@@ -27,6 +27,7 @@ from gradsync_fx.comm.liveness import (
 )
 from gradsync_fx.comm.rank_failure import broken, lost, waited
 from gradsync_fx.errors import RanksDisagreeError
+from gradsync_fx.wording import number_of
 
 
 ACCUMULATE, BOUNDARY, FLUSH = 0, 1, 2
@@ -234,7 +235,9 @@ def check_same_window(meeting: Meeting) -> None:
             fix='call the same step on every rank; on_unsupported="error" names what kept it from being captured',
         )
     if len({p.discards for p in everyone}) > 1:
-        raise _disagree(everyone, "the windows", lambda p: f"{p.discards} discarded windows")
+        raise _disagree(
+            everyone, "the windows", lambda p: f"{number_of(p.discards, 'discarded window')}"
+        )
     if len({p.optimizer_step for p in everyone}) > 1:
         raise _disagree(everyone, "the updates", lambda p: f"update {p.optimizer_step}")
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from dataclasses import asdict, dataclass
+
+from gradsync_fx.wording import number_of
 
 
 VERSION = 1
+WIDTH = 100  # columns of the text
 ERROR, WARNING, NOTE = "error", "warning", "note"
 NOT_JUDGED = ("closure", "optimizers-apart")
 
@@ -28,10 +32,9 @@ class Finding:
     fix: str
 
     def __str__(self) -> str:
-        return (
-            f"{self.severity} {self.code}\n  {self.line}: {self.seen}\n"
-            f"  wanted: {self.wanted}\n  what to do: {self.fix}"
-        )
+        parts = {"at": self.line, "seen": self.seen, "wanted": self.wanted, "what to do": self.fix}
+        told = (_paragraph(f"{name}: {text}") for name, text in parts.items())
+        return "\n".join((f"{self.severity} {self.code}", *told))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +83,8 @@ class Diagnosis:
     def _seen(self) -> str:
         closed = [w for w in self.windows if w.updated]
         text = (
-            f"seen: {sum(w.micro_steps for w in self.windows)} micro-steps, {len(closed)} updates "
-            f"(micro_steps={self.micro_steps}, world size {self.world_size})"
+            f"seen: {number_of(sum(w.micro_steps for w in self.windows), 'micro-step')}, "
+            f"{number_of(len(closed), 'update')} (micro_steps={self.micro_steps}, world size {self.world_size})"
         )
         if closed:
             text += (
@@ -96,6 +99,18 @@ class Diagnosis:
         return json.dumps(
             {"version": VERSION, "ok": self.ok, "judged": self.judged, **asdict(self)}, indent=1
         )
+
+
+def _paragraph(text: str) -> str:
+    """Text for a terminal; names and paths stay whole."""
+    return textwrap.fill(
+        text,
+        WIDTH,
+        initial_indent="  ",
+        subsequent_indent="    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _spread(numbers: list[int]) -> str:

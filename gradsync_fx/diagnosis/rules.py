@@ -8,6 +8,7 @@ from gradsync_fx.diagnosis.events import Forward
 from gradsync_fx.diagnosis.findings import ERROR, NOTE, WARNING, Finding
 from gradsync_fx.diagnosis.rules_of_gradients import GRADIENT_RULES
 from gradsync_fx.diagnosis.windows import Loop, Window, of
+from gradsync_fx.wording import number_of
 
 
 def findings(loop: Loop) -> tuple[Finding, ...]:
@@ -56,7 +57,7 @@ def _wasted(loop: Loop, window: Window, extra: int) -> str:
     total = len(window.micro_steps)
     reduced = sum(m.reduces for m in window.micro_steps)
     return (
-        f"{reduced} of the window's {total} micro-steps reduced, {loop.bytes:,} bytes of gradients each; "
+        f"{reduced} of the window's {number_of(total, 'micro-step')} reduced, {loop.bytes:,} bytes of gradients each; "
         f"{extra * loop.bytes:,} bytes per window and rank are sent for nothing"
     )
 
@@ -99,8 +100,8 @@ def _open_boundary(window: Window) -> Finding:
     total = len(window.micro_steps)
     reduced = [i + 1 for i, m in enumerate(window.micro_steps) if m.reduces]
     seen = (
-        f"the last of the window's {total} micro-steps, ahead of optimizer.step() at {window.steps[0].line}, is not "
-        "reduced"
+        f"the last of the window's {number_of(total, 'micro-step')}, ahead of optimizer.step() at "
+        f"{window.steps[0].line}, is not reduced"
     )
     if reduced:
         where = ", ".join(map(str, reduced))
@@ -124,8 +125,8 @@ def _no_update(loop: Loop) -> Iterator[Finding]:
             "no-update",
             ERROR,
             loop.windows[-1].last.backward.line,
-            f"{loop.micro_steps} micro-steps, and no optimizer.step()",
-            f"an update after every {loop.k} micro-steps",
+            f"{number_of(loop.micro_steps, 'micro-step')}, and no optimizer.step()",
+            f"an update after every {number_of(loop.k, 'micro-step')}",
             "call optimizer.step() at the boundary; if it was never reached, let the function run for longer",
         )
 
@@ -138,7 +139,7 @@ def _lengths(loop: Loop) -> Iterator[Finding]:
             ERROR,
             loop.closed[0].steps[0].line,
             "optimizer.step() runs after every micro-step",
-            f"an update after every {loop.k} micro-steps",
+            f"an update after every {number_of(loop.k, 'micro-step')}",
             f"step (and zero) only where `(i + 1) % {loop.k} == 0` (with Accelerate: prepare the optimizer, and step "
             "inside of `accelerator.accumulate(model)`)",
         )
@@ -151,8 +152,9 @@ def _lengths(loop: Loop) -> Iterator[Finding]:
                 "window-length",
                 ERROR,
                 window.steps[0].line,
-                f"update {i + 1} closes a window of {length} micro-steps (lengths: {', '.join(map(str, lengths[:8]))})",
-                f"windows of {loop.k} micro-steps",
+                f"update {i + 1} closes a window of {number_of(length, 'micro-step')} "
+                f"(lengths: {', '.join(map(str, lengths[:8]))})",
+                f"windows of {number_of(loop.k, 'micro-step')}",
                 f"`i % {loop.k} == 0` is true for the first micro-step: write `(i + 1) % {loop.k} == 0`"
                 if first
                 else "count micro-steps where the loop decides to step, or pass the number it means as micro_steps",
@@ -171,7 +173,7 @@ def _left_open(loop: Loop) -> Iterator[Finding]:
             "window-left-open",
             NOTE,
             window.last.backward.line,
-            f"the loop ends with {len(window.micro_steps)} micro-steps that no update follows",
+            f"the loop ends with {number_of(len(window.micro_steps), 'micro-step')} that no update follows",
             "every micro-step in an update",
             "step once more after the loop, reducing there, or let the number of batches be a multiple of micro_steps",
         )
@@ -185,7 +187,7 @@ def _too_short(loop: Loop) -> Iterator[Finding]:
             loop.windows[-1].last.backward.line
             if _open(loop)
             else loop.closed[-1].last.backward.line,
-            f"{loop.micro_steps} micro-steps",
+            number_of(loop.micro_steps, "micro-step"),
             f"two windows, {2 * loop.k} micro-steps: some mistakes show in the second only",
             "let the function run over more batches",
         )

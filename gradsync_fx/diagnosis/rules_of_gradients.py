@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from gradsync_fx.diagnosis.events import Clip, Rescaled, Schedule, Unscale, Zero
 from gradsync_fx.diagnosis.findings import ERROR, WARNING, Finding
 from gradsync_fx.diagnosis.windows import Loop, MicroStep, Window, of
+from gradsync_fx.wording import number_of
 
 
 def _divided(loop: Loop) -> Iterator[Finding]:
@@ -22,8 +23,8 @@ def _divided(loop: Loop) -> Iterator[Finding]:
         times = [_times(m, loop.k) for m in window.micro_steps]
         averaged = 0 if window.sent_by_hand else sum(_is(r.factor, loop.k) for r in by_hand)
         if min(times) + averaged >= 2:
-            parts = [f"the loss {min(times)} times"] * bool(min(times))
-            parts += [f"the gradients {averaged} times"] * bool(averaged)
+            parts = [f"the loss {number_of(min(times), 'time')}"] * bool(min(times))
+            parts += [f"the gradients {number_of(averaged, 'time')}"] * bool(averaged)
             accelerate = window.micro_steps[0].backward.by_accelerate
             yield Finding(
                 "loss-divided-twice",
@@ -44,7 +45,7 @@ def _divided(loop: Loop) -> Iterator[Finding]:
                 WARNING,
                 line,
                 f"neither the loss nor the gradients are divided: the update's gradient is the sum of "
-                f"{len(window.micro_steps)} micro-steps, not their mean",
+                f"{number_of(len(window.micro_steps), 'micro-step')}, not their mean",
                 f"one division by {loop.k}, unless the sum is meant and the learning rate chosen for it",
                 f"`(loss / {loop.k}).backward()` (with Accelerate: `accelerator.backward(loss)`, which divides)",
             )
@@ -141,8 +142,8 @@ def _zeroed(loop: Loop) -> Iterator[Finding]:
                 "never-zeroed",
                 ERROR,
                 window.steps[0].line,
-                f"{len(stale)} of {len(window.parameters)} parameters still have the last window's gradient when the "
-                "next window begins: it is added again",
+                f"{len(stale)} of {number_of(len(window.parameters), 'parameter')} still have the last "
+                "window's gradient when the next window begins: it is added again",
                 "gradients zeroed after each update",
                 "call optimizer.zero_grad() after optimizer.step()",
             )

@@ -33,9 +33,11 @@ from gradsync_fx.options import Options
 from gradsync_fx.planning.plan import Bucket
 from gradsync_fx.runtime.captured_step import CapturedStep
 from gradsync_fx.runtime.window import NONE
+from gradsync_fx.user_lines import NOWHERE, TORCHS
 
 
-ROLES = ("forward", "backward", "gradient sync", "optimizer", "other")
+ROLES = ("forward", "backward", "gradient sync", "clipping", "optimizer", "other")
+CLIPPING = f"{TORCHS}nn/utils/clip_grad.py"
 
 
 def describe(
@@ -116,9 +118,9 @@ def _region(captured: CapturedStep, node: Node, origin: Node | None) -> str:
     if origin.target is ops.UPDATE:
         return "optimizer"
     if origin in captured.facts.regions.beyond:
-        return (
-            "gradient sync" if ops.is_collective(origin) or origin.target is ops.WAIT else "other"
-        )
+        if ops.is_collective(origin) or origin.target is ops.WAIT:
+            return "gradient sync"
+        return "clipping" if CLIPPING in (origin.meta.get("stack_trace") or "") else "other"
     return "backward" if origin.meta.get("autograd_backward") else "forward"
 
 
@@ -154,7 +156,7 @@ def _graph(captured: CapturedStep, programs: dict[str, Program]) -> tuple[GraphN
                 op=f"{slot.kind.value}" if slot else str(node.target),
                 region="input" if slot else _region(captured, node, origin),
                 module=modules.get(origin, "") if origin is not None else "",
-                line=ops.node_line(origin) if origin is not None and not slot else "",
+                line=_line(origin) if origin is not None and not slot else "",
                 inputs=tuple(s.name for s in node.all_input_nodes if s.name in names),
                 shape=sizes(tensor.shape) if tensor is not None else (),
                 dtype=dtype_name(tensor.dtype) if tensor is not None else "",
@@ -166,6 +168,12 @@ def _graph(captured: CapturedStep, programs: dict[str, Program]) -> tuple[GraphN
             )
         )
     return tuple(found)
+
+
+def _line(node: Node) -> str:
+    """`file:line` of the user's code, "" where torch recorded none."""
+    line = ops.node_line(node)
+    return "" if line == NOWHERE else line
 
 
 def _modules(captured: CapturedStep) -> dict[Node, str]:

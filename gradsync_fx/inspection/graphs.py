@@ -1,9 +1,9 @@
 """The report's graph for networkx and graphviz.
 
 networkx: one node for each node of the boundary program. Node attributes: op, region ("input", "forward", "backward",
-"gradient sync", "optimizer", "other"), module (path, "" for none), line ("file:line", "" for none), shape (tuple),
-dtype, bytes, parameter (name, "" for none), bucket (number of the all-reduce that it is or feeds, -1 for none),
-programs (tuple of program names). Edge attribute: bytes, of the value that flows.
+"gradient sync", "clipping", "optimizer", "other"), module (path, "" for none), line ("file:line", "" for none),
+shape (tuple), dtype, bytes, parameter (name, "" for none), bucket (number of the all-reduce that it is or feeds, -1 for
+none), programs (tuple of program names). Edge attribute: bytes, of the value that flows.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ COLOURS = {
     "backward": "#c7d2fe",
     "gradient sync": "#fdba74",
     "optimizer": "#bbf7d0",
+    "clipping": "#fca5a5",
     "other": "#fde68a",
 }
 

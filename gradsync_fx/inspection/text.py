@@ -7,11 +7,15 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from gradsync_fx.inspection.data import ReportData
+from gradsync_fx.inspection.data import Collective, ReportData
+from gradsync_fx.wording import number_of
 
 
 WIDTH = 100
-FEW = 3  # names of a bucket that a table shows
+FEW = 3  # lines of a region that a table shows
+MANY = 6  # buckets that a table shows all of; of more, the first three and the last
+SHORT = 40  # characters of names that a row has room for
+KIB = 1024.0
 
 
 def to_text(report: ReportData, width: int = WIDTH) -> str:
@@ -19,16 +23,19 @@ def to_text(report: ReportData, width: int = WIDTH) -> str:
     console = Console(width=width, color_system=None, force_terminal=False)
     with console.capture() as captured:
         console.print(to_tables(report))
-    return captured.get().rstrip()
+    return "\n".join(line.rstrip() for line in captured.get().splitlines()).rstrip()
 
 
 def to_tables(report: ReportData) -> RenderableType:
     """For a `rich` console of the caller's."""
     where = f"  ({report.line})" if report.line else ""
     simulated = ", simulated" if report.simulated else ""
+    k = "k = manual"
+    if isinstance(report.k, int):
+        k = f"k = {number_of(report.k, 'micro-step')}"
     parts: list[RenderableType] = [
         Text(f"{report.step}{where}", style="bold"),
-        Text(f"one window: k = {report.k} micro-steps, {report.world_size} ranks{simulated}"),
+        Text(f"one window: {k}, {number_of(report.world_size, 'rank')}{simulated}"),
         Text(f"gradient = {report.scale.formula}"),
         _before_after(report),
         _collectives(report),
@@ -50,10 +57,12 @@ def to_tables(report: ReportData) -> RenderableType:
     return Group(*parts)
 
 
-def _table(*columns: str) -> Table:
+def _table(*columns: str, text: str = "") -> Table:
+    """text: the column beside the first that holds words, not numbers."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right")
+        words = i == 0 or column == text
+        table.add_column(column, justify="left" if words else "right", overflow="fold")
     return table
 
 
@@ -70,25 +79,40 @@ def _before_after(report: ReportData) -> RenderableType:
 
 
 def _collectives(report: ReportData) -> RenderableType:
-    table = _table("bucket", "bytes", "dtype", "op", "ranks", "in", "parameters")
-    for c in report.collectives:
-        names = ", ".join(c.parameters[:FEW])
-        more = len(c.parameters) - FEW
-        table.add_row(
-            str(c.bucket),
-            f"{c.bytes:,}",
-            c.dtype,
-            c.op,
-            str(c.ranks),
-            ", ".join(c.programs),
-            names + (f" and {more} more" if more > 0 else ""),
-        )
+    """A row for each bucket; of many, the first and the last, and what lies between them in one. JSON has all."""
+    table = _table("bucket", "bytes", "dtype", "op", "ranks", "in", "parameters", text="parameters")
+    found = report.collectives
+    shown = len(found) if len(found) <= MANY else FEW
+    for c in found[:shown]:
+        _collective(table, c)
+    if between := found[shown:-1]:
+        least, most = (_binary(pick(c.bytes for c in between)) for pick in (min, max))
+        each = f"all {least}" if least == most else f"{least} to {most}"
+        names = number_of(sum(len(c.parameters) for c in between), "parameter")
+        table.add_row("...", "", "", "", "", "", f"{len(between)} more, {each}: {names}")
+        _collective(table, found[-1])
     return _spaced(table)
 
 
+def _collective(table: Table, c: Collective) -> None:
+    first, *others = c.parameters
+    names = ", ".join(c.parameters)
+    if len(names) > SHORT:
+        names = f"{first} and {len(others)} more" if others else first
+    programs = ", ".join(c.programs)
+    table.add_row(str(c.bucket), f"{c.bytes:,}", c.dtype, c.op, str(c.ranks), programs, names)
+
+
+def _binary(size: int) -> str:
+    """`1.0 MiB`."""
+    if size < KIB:
+        return number_of(size, "byte")
+    return f"{size / KIB:.1f} KiB" if size < KIB**2 else f"{size / KIB**2:.1f} MiB"
+
+
 def _regions(report: ReportData) -> RenderableType:
-    table = _table("region", "nodes", "lines")
-    for region in report.regions:
+    table = _table("region", "nodes", "lines", text="lines")
+    for region in filter(lambda region: region.nodes, report.regions):
         lines = ", ".join(line.rsplit("/", 1)[-1] for line in region.lines[:FEW])
         more = len(region.lines) - FEW
         table.add_row(region.role, str(region.nodes), lines + (f" +{more}" if more > 0 else ""))
@@ -112,11 +136,13 @@ def _prediction(report: ReportData) -> RenderableType:
     table.add_row("of it behind backward", seconds_text(found.hidden))
     table.add_row("window", seconds_text(found.window))
     table.add_row("window, every micro-step synced", seconds_text(found.window_synced))
-    faster = ", ".join(f"k={k}: {s:.2f}x" for k, s in found.speedup)
-    text = Text(f"speed-up over syncing each micro-step: {faster}")
+    if report.world_size < 2:
+        return _spaced(table)
+    faster = _table("k", *(str(k) for k, _ in found.speedup))
+    faster.add_row("speed-up over syncing each", *(f"{s:.2f}x" for _, s in found.speedup))
     hidden = found.hidden_from
     until = f"from k = {hidden}" if hidden is not None else "for no k up to 64"
-    return Group(_spaced(table), text, Text(f"communication is hidden {until}"))
+    return Group(_spaced(table), _spaced(faster), Text(f"communication is hidden {until}"))
 
 
 def _measured(report: ReportData) -> RenderableType:

@@ -64,7 +64,7 @@ class Step:
     def __post_init__(self) -> None:
         found = len(self.module.graph.find_nodes(op="placeholder"))
         if found != len(self.slots):
-            raise AssertionError(f"{found} placeholders, {len(self.slots)} slots")
+            raise AssertionError(f"placeholders {found}, slots {len(self.slots)}")
 
     def structure(self) -> str:
         """Equal for two captures exactly when they compute the same thing from the same slots.
@@ -108,7 +108,7 @@ class Program:
     def __post_init__(self) -> None:
         holders = self.module.graph.find_nodes(op="placeholder")
         if len(holders) != len(self.slots):
-            raise AssertionError(f"{self.name}: {len(holders)} inputs, {len(self.slots)} slots")
+            raise AssertionError(f"{self.name}: inputs {len(holders)}, slots {len(self.slots)}")
         is_cut = self.module.graph.find_nodes(op="call_function", target=UPDATE)
         first = None if is_cut else next((w.args[0] for w in writes(self.module)), None)
         self.first_written = None if first is None else list(holders).index(first)

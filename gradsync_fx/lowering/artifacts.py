@@ -5,16 +5,18 @@ Logs need nothing of ours: `TORCH_LOGS="+gradsync_fx"` sets the level of the log
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from gradsync_fx._torch import trace_structured
 
 
-def artifact(name: str, text: Callable[[], str]) -> None:
-    """Adds a file to the trace, if one is being written; `text` is not called otherwise."""
+def artifact(step: str, name: str, text: Callable[[], str]) -> None:
+    """Adds a file to the trace, if one is being written; `text` is not called otherwise. step: the step's name."""
+    file = re.sub(r"\W+", "_", f"gradsync_fx_{step}_{name}").rstrip("_")
     trace_structured(
         "artifact",
-        metadata_fn=lambda: {"name": f"gradsync_fx_{name}", "encoding": "string"},
+        metadata_fn=lambda: {"name": file, "encoding": "string"},
         payload_fn=text,
         expect_trace_id=False,
     )

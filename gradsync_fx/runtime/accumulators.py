@@ -17,6 +17,7 @@ from gradsync_fx.planning.shareable import bytes_of
 from gradsync_fx.runtime.captured_facts import CapturedFacts
 from gradsync_fx.runtime.state_format import check_fits, foreign_state
 from gradsync_fx.user_lines import warn_user
+from gradsync_fx.wording import number_of
 
 
 class Accumulators:
@@ -121,8 +122,8 @@ class Accumulators:
             held[name].grad = None
         if dropped:
             warn_user(
-                f"{dropped[0]!r} had a .grad ({len(dropped)} parameters in all): dropped. The window's gradients are "
-                "kept in accumulators; see step.gradients()."
+                f"{dropped[0]!r} had a .grad ({number_of(len(dropped), 'parameter')} in all): dropped. The "
+                "window's gradients are kept in accumulators; see step.gradients()."
             )
 
     def place_weights(self, device: torch.device) -> None:

@@ -162,7 +162,7 @@ class ProgramCache:
             module = program.module
             if log.isEnabledFor(logging.DEBUG):
                 log.debug("%s program, %d nodes:\n%s", name, len(module.graph.nodes), module.code)
-            artifact(name.replace(" ", "_"), lambda: module.code)
+            artifact(self._facts.capture.name, name, lambda: module.code)
         return self._built[key]
 
     def _name(self, closing: frozenset[int], tail: bool) -> str:

@@ -43,7 +43,10 @@ class ProgramRunner:
         warn_of(opaque, self._warned)
         self._integrity.writes(updates=bool(updates or opaque))
         try:
-            with torch.no_grad(), record_function(f"gradsync_fx: {program.name}"):
+            with (
+                torch.no_grad(),
+                record_function(f"gradsync_fx {self._facts.capture.name}: {program.name}"),
+            ):
                 results = list(compiled.run(inputs))
         except BaseException:
             forget(self._programs.plan.accumulators.values())

@@ -15,6 +15,7 @@ import torch
 
 from gradsync_fx.errors import StateError
 from gradsync_fx.runtime.window import Part, WindowState
+from gradsync_fx.wording import number_of
 
 
 FORMAT = 2
@@ -81,7 +82,8 @@ def unpack(given: Any, steps: list[int], rank: int, world: int) -> Saved:
         if pending and given[name] != here:
             raise StateError(
                 name,
-                seen=f"{_shown(given[name])} in the state, {_shown(here)} here, with {pending} pending micro-steps",
+                seen=f"{_shown(given[name])} in the state, {_shown(here)} here, "
+                f"with {number_of(pending, 'pending micro-step')}",
                 wanted="equal values while a window is open",
                 fix="resume with the saved value, or save at a boundary",
             )

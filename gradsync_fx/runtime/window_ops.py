@@ -12,6 +12,7 @@ from gradsync_fx.runtime.executor import Executor
 from gradsync_fx.runtime.refusals import changed_steps, nothing_captured
 from gradsync_fx.runtime.window import NONE
 from gradsync_fx.user_lines import warn_user
+from gradsync_fx.wording import number_of
 
 
 def flush(executor: Executor, on_update: Any = None) -> None:
@@ -89,7 +90,7 @@ def warn_of_pending(executor: Executor, name: str, line: str) -> None:
     pending = executor.window.pending
     if pending and executor.saved != executor.window:
         warn_user(
-            f"{name} ended with {pending} pending micro-steps in an open window: they are lost. Call flush() after the "
-            "last batch, or discard() to drop them on purpose.",
+            f"{name} ended with {number_of(pending, 'pending micro-step')} in an open window: what was summed is "
+            "lost. Call flush() after the last batch, or discard() to drop it on purpose.",
             otherwise=line,
         )

@@ -32,7 +32,7 @@ def test_a_right_step_is_equal(optimizer: str) -> None:
     step = quick(plain_step, 3)
     verdict = step.self_check(model, OPTIMIZERS[optimizer](model.parameters()), *batch())
     assert verdict, str(verdict)
-    assert "one window of 3 micro-steps on 1 ranks" in str(verdict)
+    assert "one window of 3 micro-steps on 1 rank" in str(verdict)
     kinds = {value.what for value in verdict.values}
     assert {"parameter", "output", "optimizer state"} <= kinds
     assert max(v.difference for v in verdict.values if v.what == "parameter") < 1e-6

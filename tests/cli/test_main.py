@@ -414,7 +414,7 @@ def test_diff_of_one_program(steps: Path) -> None:
 
 
 def test_sides_fit_their_columns(report: Any) -> None:
-    for width in (80, 130, 300):
+    for width in (80, 160, 300):
         console = Console(width=width, color_system=None)
         with console.capture() as captured:
             console.print(to_sides(report, width, unified=False))
@@ -425,8 +425,8 @@ def test_sides_fit_their_columns(report: Any) -> None:
 
 def test_readable() -> None:
     code = "\n\ndef forward(self, a, arg0_1):\n    b = torch.ops.aten.t.default(arg0_1);  arg0_1 = a = None\n"
-    assert readable(code, {"arg0_1": "w"}) == (
-        "def forward(self, a, w):\n    b = aten.t.default(w)"
+    assert readable(code, {"arg0_1": "parameter_w"}) == (
+        "def forward(1 parameter, 1 other input):\n    b = aten.t.default(parameter_w)"
     )
 
 

@@ -50,7 +50,7 @@ def said(run: Callable[[], object]) -> list[str]:
         run()
     found = [w for w in caught if issubclass(w.category, gradsync_fx.GradSyncWarning)]
     # Steps of other tests say at their end, whenever that is, that a window is open.
-    found = [w for w in found if "pending micro-steps" not in str(w.message)]
+    found = [w for w in found if "pending micro-step" not in str(w.message)]
     assert all(w.filename == __file__ for w in found)
     return [str(w.message) for w in found]
 

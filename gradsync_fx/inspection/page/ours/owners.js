@@ -3,7 +3,7 @@
 // input            the parameter's module
 // gradient sync    its bucket
 // optimizer        the parameter that it ends up in
-// forward, other   the module it was traced in
+// forward, clipping, other   the module it was traced in
 // backward         the same; where the report names none, that of the forward values or parameter it reads, else that
 //                  of the node before it
 
