@@ -16,7 +16,7 @@ from gradsync_fx import scaling
 from gradsync_fx._torch import tree_map_only
 from gradsync_fx.capture.tracer import no_optimizer_error
 from gradsync_fx.diagnosis.events import user_line
-from gradsync_fx.eager.actions import Clip, Deed, Schedule, Update, needed
+from gradsync_fx.eager.actions import Action, Clipping, OptimizerStep, Schedule, needed
 from gradsync_fx.eager.effects import Effects, Signs
 from gradsync_fx.eager.step import EagerStep
 from gradsync_fx.errors import CaptureError, GradSyncWarning, ReadBeforeBoundaryError
@@ -50,7 +50,7 @@ class EagerCall:
         # Where each call is an update of its own, or the step itself says when, its effects are as they stand.
         as_they_stand = alone or step.options.manual
         self.effects = None if as_they_stand else Effects(step, self, earlier)
-        self.deeds: list[Deed] = []
+        self.actions: list[Action] = []
         self.terms: dict[str, torch.Tensor] = {}
         self._versions: dict[str, int] = {}
         self.losses: list[torch.Tensor] = []
@@ -68,7 +68,9 @@ class EagerCall:
     @property
     def stepped(self) -> set[int]:
         """The optimizers whose `step` was called."""
-        return {i for deed in self.deeds if isinstance(deed, Update) for i in deed.reads}
+        return {
+            i for action in self.actions if isinstance(action, OptimizerStep) for i in action.reads
+        }
 
     def backward(self, run: Callable[[], None], losses: Any) -> None:
         """`torch.autograd.backward`."""
@@ -110,7 +112,7 @@ class EagerCall:
         owners = self._owners(names)
         if self.effects is not None:
             self.effects.check_clipping(held, how)
-        self.deeds.append(Clip(owners, function, held, tuple(how.items()), self._norm_slot))
+        self.actions.append(Clipping(owners, function, held, tuple(how.items()), self._norm_slot))
         if self._reach(owners):
             run()
 
@@ -130,7 +132,7 @@ class EagerCall:
             )
         reached = self._reach((number,))
         given = tree_map_only(torch.Tensor, torch.Tensor.detach, (tuple(args), dict(kwargs)))
-        self.deeds.append(Update((number,), optimizer, given[0], tuple(given[1].items())))
+        self.actions.append(OptimizerStep((number,), optimizer, given[0], tuple(given[1].items())))
         return run() if reached and self.updated[number] else None
 
     def schedule(self, scheduler: Any, args: Any, kwargs: Any) -> None:
@@ -151,12 +153,12 @@ class EagerCall:
     def _behind(self, owner: Any, optimizer: Any, method: str, args: Any, kwargs: Any) -> None:
         reads = (self._step.number_of(optimizer),) if optimizer is not None else ()
         given = tree_map_only(torch.Tensor, torch.Tensor.detach, (tuple(args), dict(kwargs)))
-        self.deeds.append(Schedule(reads, owner, given[0], tuple(given[1].items()), method))
+        self.actions.append(Schedule(reads, owner, given[0], tuple(given[1].items()), method))
 
     def weigh(self, weight: Any) -> None:
         """`micro_batch_weight`."""
         reduction = self._step.options.reduction
-        if reduction != "weighted" and not self._step.deeds:
+        if reduction != "weighted" and not self._step.actions:
             warnings.warn(
                 f'micro_batch_weight has no effect with reduction="{reduction}"',
                 GradSyncWarning,
@@ -201,7 +203,7 @@ class EagerCall:
             followed = self.effects is not None and not term.is_sparse
             if term._version != self._versions[name] and name not in reduced and not followed:
                 raise _changed(name)
-        self.deeds = needed(self.deeds)
+        self.actions = needed(self.actions)
 
     def _owners(self, names: Iterable[str]) -> tuple[int, ...]:
         owner = self._step.owners()
