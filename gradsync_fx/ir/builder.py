@@ -1,4 +1,4 @@
-"""A program while passes work on it: a copy of the step's graph whose every new node knows its fake value."""
+"""The graph builder of passes: a copy of the step's graph that becomes a program; each new node gets a fake value."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def _start_of_ops() -> None:
 
 @dataclass(slots=True)
 class Draft:
-    """`of` maps nodes of the step to their copies here; `slots` grows with each new input.
+    """A program while passes work on it.
 
-    notes: the copies of what the step's notes point out. host_values: outputs for the host's calls. kept: nodes that
-    stay although nothing reads them.
+    of: nodes of the step to their copies here. slots: grows with each new input. notes: the copies of what the step's
+    notes point out. host_values: outputs for the host's calls. kept: nodes that stay although nothing reads them.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Draft:
         return self.graph.find_nodes(op="placeholder")
 
     def input(self, slot: Slot, value: torch.Tensor) -> Node:
-        """The placeholder of a slot, made on first use; `value` is a real tensor of its form."""
+        """The placeholder of a slot, made on first use; `value` is a real tensor of its shape, strides and dtype."""
         known = self._inputs.get((slot.kind, slot.key))
         if known is not None:
             return known
@@ -101,9 +101,9 @@ class Draft:
 
     @contextmanager
     def after(self, *nodes: Node) -> Iterator[None]:
-        """New nodes go behind the last of `nodes` (behind all inputs, for an input), and behind those put there before.
+        """New nodes go after the last of `nodes` (after all inputs, for an input), and after those put there earlier.
 
-        So what is inserted in some order stands in that order: collectives must, on all ranks alike.
+        So nodes keep the order in which they were inserted, as collectives must: in the same order on all ranks.
         """
         last = max(nodes)
         if last.op == "placeholder":
@@ -115,12 +115,12 @@ class Draft:
 
     @contextmanager
     def at_start(self) -> Iterator[None]:
-        """New nodes go before those of the step, behind the inputs."""
+        """New nodes go before those of the step, after the inputs."""
         with self.after(self._first_op()):
             yield
 
     def sort(self) -> None:
-        """Restores the order of definition and use; what can stay where it is does."""
+        """Puts each def before its uses again; the sort is stable."""
         stable_topological_sort(self.graph)
         self._ends.clear()
 
@@ -143,7 +143,7 @@ class Draft:
         shape: Sequence[int] | None = None,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """A fake value in the form of a tensor (contiguous, where another shape is given).
+        """A fake value with a tensor's shape, strides and dtype; contiguous, where another shape is given.
 
         Made without torch's dispatch for fake tensors, which takes ten times as long: a program has thousands.
         """
@@ -164,13 +164,13 @@ class Draft:
         return node
 
     def write(self, target: Node, value: Node) -> None:
-        """A lasting effect: `value` into an input, at the end of the program."""
+        """A lasting effect: `value` is written into an input, at the end of the program."""
         (out,) = self.graph.find_nodes(op="output")
         with self.graph.inserting_before(out):
             self.call_known(target.meta["val"], torch.ops.aten.copy_.default, target, value)
 
     def drop_write(self, write: Node) -> None:
-        """Takes a lasting effect out; who reads the tensor afterwards reads it as it was."""
+        """Takes a lasting effect out; later uses read the tensor as it was."""
         write.replace_all_uses_with(argument(write, 0))
         self.graph.erase_node(write)
 
@@ -182,7 +182,7 @@ class Draft:
         return output_values(self.module)
 
     def finish(self) -> Program:
-        """Drops what nothing lasting needs, collectives and unread inputs included, and checks the graph."""
+        """Drops dead code, collectives and unread inputs included, and checks the graph."""
         kept = _needed(self.graph, set(self.kept))
         for node in reversed(list(self.graph.nodes)):
             if node not in kept and node.op != "placeholder":
@@ -226,9 +226,9 @@ def _is_note(value: Any) -> bool:
 
 
 def _needed(graph: Graph, kept: Collection[Node]) -> set[Node]:
-    """Outputs, writes, asserts, what is kept in any case, and what they read.
+    """The live nodes: outputs, writes, asserts, `kept`, and what they depend on.
 
-    torch calls collectives impure; here they are not: which of them stay is a question of the program.
+    torch calls collectives impure, so that they are never dead; here a collective without uses is dead code.
     """
     return upstream(
         n

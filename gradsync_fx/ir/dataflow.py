@@ -1,4 +1,4 @@
-"""Data flow in a graph: what depends on what, in time that grows with the graph and not with the questions."""
+"""Reachability in a graph: which nodes depend on which, each query in time linear in the graph."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ def downstream(
     without: Collection[Node] = (),
     through: Callable[[Node], bool] | None = None,
 ) -> set[Node]:
-    """Sources and all that depends on them, other than by way of `without`.
+    """Sources and all that is reachable from them by uses, on paths that avoid `without`.
 
-    through: which nodes that are no sources count, and are followed further.
+    through: which nodes other than sources count, and are followed further.
     """
     return _reached(sources, without, through, lambda node: node.users)
 
@@ -24,7 +24,7 @@ def upstream(
     without: Collection[Node] = (),
     through: Callable[[Node], bool] | None = None,
 ) -> set[Node]:
-    """Nodes and all that they depend on; `without` and `through` as in `downstream`."""
+    """Nodes and all that they are reachable from; `without` and `through` as in `downstream`."""
     return _reached(nodes, without, through, lambda node: node.all_input_nodes)
 
 
@@ -45,36 +45,36 @@ def _reached(
 
 
 class Nearest:
-    """For every node the nodes of `stops` that it depends on first; what lies behind them does not count.
+    """For every node the stops that reach it on a path without another stop in between.
 
-    One sweep over the graph, with a bit for each stop.
+    One sweep over the graph in its order, with a bit set of stops for each node.
     """
 
     def __init__(self, graph: Graph, stops: Collection[Node]) -> None:
         self._bit = {node: 1 << i for i, node in enumerate(stops)}
         self._stops = list(self._bit)
-        self._behind: dict[Node, int] = {}
+        self._nearest: dict[Node, int] = {}
         self._decoded: dict[int, frozenset[Node]] = {0: frozenset()}
         for node in graph.nodes:
-            self._behind[node] = self._read(node)
+            self._nearest[node] = self._read(node)
 
     def _read(self, node: Node) -> int:
         found = 0
         for source in node.all_input_nodes:
-            found |= self._bit.get(source) or self._behind[source]
+            found |= self._bit.get(source) or self._nearest[source]
         return found
 
     def of(self, value: object) -> frozenset[Node]:
         """A stop is its own nearest; constants have none."""
         if not isinstance(value, Node):
             return self._decoded[0]
-        bits = self._bit.get(value) or self._behind[value]
+        bits = self._bit.get(value) or self._nearest[value]
         if bits not in self._decoded:
             self._decoded[bits] = frozenset(
                 stop for i, stop in enumerate(self._stops) if bits >> i & 1
             )
         return self._decoded[bits]
 
-    def behind(self, node: Node) -> frozenset[Node]:
-        """What the inputs of a node depend on first, also where it is a stop itself."""
+    def of_inputs(self, node: Node) -> frozenset[Node]:
+        """The nearest stops of a node's inputs; of a stop, those before it and not itself."""
         return frozenset[Node]().union(*(self.of(source) for source in node.all_input_nodes))

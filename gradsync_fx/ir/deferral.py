@@ -1,4 +1,4 @@
-"""What a window of several micro-steps cannot put off: refused by name, with the line that asks for it."""
+"""Checks that a step can be deferred to the end of a window: refuses reads of reduced gradients, by line."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def check_deferrable(step: Step, regions: Regions) -> None:
     optimizer's update.
     """
     cuts = [m for markers in regions.gradients.values() for m in markers]
-    # A cut behind an update is none: its value is that of the next window's parameters.
+    # Paths through an update do not count: what they carry is made of the next window's parameters.
     nearest = Nearest(step.module.graph, [*cuts, *regions.updates])
     for markers in regions.gradients.values():
         for marker in markers:
-            found = nearest.behind(marker)
+            found = nearest.of_inputs(marker)
             for cut in cuts if found else ():
                 if cut in found:
                     _refuse(step, cut, upstream([marker], without=regions.updates))

@@ -1,4 +1,4 @@
-"""What was done to a step, as data: read by the report."""
+"""The journal of passes, as data: what each did to a program, and how long it took. Read by the report."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ class Entry:
 
 @dataclass(slots=True)
 class Journal:
-    """Everything that was done, in order."""
+    """One entry for each pass that ran, in order."""
 
     entries: list[Entry] = field(default_factory=list)

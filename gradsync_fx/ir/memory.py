@@ -1,4 +1,4 @@
-"""Which values of a graph share memory, as the schemas of ops say: views, picks out of lists, writes in place."""
+"""Alias analysis by the schemas of ops: which values of a graph share memory (views, list items, writes in place)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradsync_fx._torch import OpOverload
 def aliased(target: Any) -> int | None:
     """The position of the argument whose memory an op's result lies in; None where the result has its own.
 
-    A view's argument, what is picked from, or what is written in place.
+    That is a view's base, the list of an item, or what is written in place.
     """
     if target is operator.getitem:
         return 0

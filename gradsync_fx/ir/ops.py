@@ -1,11 +1,11 @@
-"""Vocabulary: the three marker ops that capture leaves in a graph, and predicates over ATen nodes.
+"""The op vocabulary: three marker ops that capture leaves in a graph, and predicates over ATen nodes.
 
 leaf_grad(g, i)                  -> g            the running gradient of leaf i; the window's sum is spliced in here
-update(h, which, params, grads, given)           one `optimizer.step()`; replaced by the traced update or by nothing, or
-                                 -> new params   a program is cut there. given: the arguments of `step`, as text
+update(h, which, params, grads, given)           one `optimizer.step()`: replaced by the traced update, or dropped, or a
+                                 -> new params   program is cut there. given: the arguments of `step`, as text
 note(chain, value, role, i)      -> chain        points out a value to the passes; a chain of notes ends in an output
 
-All are opaque to tracing (a fake kernel only) and never run: slicing deals with every one of them.
+They have a fake kernel only, so tracing cannot look into them; they never run, as slicing removes every one.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ _SCALING = frozenset({_aten.mul.Tensor, _aten.div.Tensor, _aten.mul.Scalar, _ate
 
 
 def argument(node: Node, index: int) -> Any:
-    """A positional argument of a node; torch's own type for it is a union of everything."""
+    """A positional argument of a node, typed as Any: torch's own type is a union of everything."""
     return node.args[index]
 
 

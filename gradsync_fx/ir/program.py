@@ -69,7 +69,7 @@ class Step:
     def structure(self) -> str:
         """Equal for two captures exactly when they compute the same thing from the same slots.
 
-        Names of nodes and metadata other than the values' form do not count.
+        Names of nodes do not count; of metadata only the inputs' shapes, strides, dtypes and devices do.
         """
         number = {node: i for i, node in enumerate(self.module.graph.nodes)}
         lines = [f"{slot.kind.value} {slot.name} {slot.key}" for slot in self.slots]

@@ -1,20 +1,20 @@
-"""Which nodes of a step are its micro-step and which its update, by data flow and by what is written.
+"""Splits the nodes of a step into its micro-step and its update, by dataflow and by what is written.
 
-gradient marker   the running gradient of a leaf: the window's sum is put in here. A marker that only feeds the next
-                  marker of its leaf (a second backward) is a partial sum, not a cut.
-cut               a marker that is none of these; what depends on a cut or on an update waits for the boundary
-source            of a value that waits: the cuts and updates that it depends on first
+gradient marker   the running gradient of a leaf: the window's sum is spliced in here
+partial sum       a marker that only feeds the next marker of its leaf (a second backward)
+cut               any other marker; what depends on a cut or on an update waits for the boundary
+source            of a value that waits: the cuts and updates that reach it with no other in between
 
 What becomes of each effect of the step:
 
-write             on every call, unless its value waits. A buffer that is fed by data through updated parameters (batch
+write             on every call, unless its value waits. A buffer that depends on data through updated parameters (batch
                   statistics in a GAN's step) is written on every call, from the parameters as they are. What a
                   parameter becomes of itself alone (a decay, a projection) is written at the boundary. A parameter that
-                  forward writes from data and an update writes again has both: on every call it becomes what the
-                  update would be given.
+                  forward writes from data and an update writes again is written twice: on every call with what the
+                  update would be given, at the boundary with the update.
 output            given on every call, unless its value waits
-collective        run on every call, unless its value waits, whoever uses the result; those that reduce gradients for
-                  an update are replaced by the window's own reduction
+collective        run on every call, unless its value waits, whether or not its result has uses; those that reduce
+                  gradients for an update are replaced by the window's own reduction
 tail              an update without a micro-step: it does what waits and reads no data of a micro-step. It may read the
                   tensors that the step was last given (an average of the weights, its decay).
 
@@ -63,15 +63,15 @@ class Regions:
     early_writes: those of them whose parameter is written on every call, too, as the update would be given it.
     boundary_outputs: position of each output that waits, with its sources.
     update_sources: each update, with the sources of its gradients.
-    stages: leaf number to how many updates or reduced gradients of the same call its gradient lies behind (a
-        generator's, behind the update of its discriminator): leaves of two stages cannot share a bucket.
+    stages: leaf number to the most cuts of the same call on one path to its gradient (a generator's depends on the
+        update of its discriminator, and so on that one's cuts): leaves of two stages cannot share a bucket.
     tail_data: positions of the step's own inputs that a tail reads.
     tail_outputs: positions of the outputs that a tail gives (a clipped norm).
     late_outputs: positions of outputs made of data and of updated parameters, given on every call (a loss after the
         update).
     boundary_host: argument of the host's calls (a scheduler's metric) by number, where it waits, with its sources.
     hand: leaf number to the user's own reduction of this gradient alone.
-    hand_flat: leaves whose gradients the user joins, or scales, before reducing them.
+    hand_flat: leaves whose gradients the user concatenates, or scales, before reducing them.
     collectives: those that reduce no gradient for an update, in order, each with its sources; none: on every call.
     tail_collectives: those that wait and read no data: a tail runs them.
     """
@@ -101,7 +101,7 @@ class Regions:
 
 
 def find_regions(step: Step) -> Regions:
-    """Region analysis of a captured step; pure. See the module's text for the rules."""
+    """Region analysis of a captured step; pure. The module's docstring has the rules."""
     graph = step.module.graph
     effects = writes(step.module)
     results = output_values(step.module)
@@ -156,7 +156,7 @@ def find_regions(step: Step) -> Regions:
 
 
 class _Flow:
-    """What depends on what, in one step.
+    """Dependences in one step.
 
     order: position of each node. kinds: each input's slot. nearest: sources of a value. after_update: what depends on
     an update. reads_gradient: what would depend on a gradient if every update left its parameters as they are.
@@ -297,9 +297,9 @@ def _feeds_only_next_marker(marker: Node, needed: set[Node]) -> bool:
 def _hand_written(
     gradients: dict[int, tuple[Node, ...]],
 ) -> tuple[dict[int, HandSync], frozenset[int]]:
-    """Leaves whose gradient the user reduces: alone (`hand`), or joined with others in one tensor (`hand_flat`)."""
+    """Leaves whose gradient the user reduces: alone (`hand`), or with others in one flat tensor (`hand_flat`)."""
     alone: dict[int, HandSync] = {}
-    joined: set[int] = set()
+    flat: set[int] = set()
     for leaf, (marker, *rest) in gradients.items():
         if rest:
             continue
@@ -310,5 +310,5 @@ def _hand_written(
             continue
         images = downstream([marker], through=ops.is_linear)
         if any(ops.is_reduction(user) for node in images for user in node.users):
-            joined.add(leaf)
-    return alone, frozenset(joined)
+            flat.add(leaf)
+    return alone, frozenset(flat)

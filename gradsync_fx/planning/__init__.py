@@ -1,6 +1,6 @@
-"""From a capture to a plan: who reduces what over which group, in which buckets, divided by what.
+"""From a capture to a `Plan`: who reduces what over which group, in which buckets, divided by what.
 
-A `Plan` is all that passes are given: the arithmetic of one window, and the tensors that it binds.
+A plan is all that passes are given: the arithmetic of one window, and the tensors that it binds.
 
 May import: ir, comm, optim, capture.
 """

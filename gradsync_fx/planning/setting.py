@@ -1,4 +1,4 @@
-"""From a capture to a plan: who reduces what over which group, in which buckets, divided by what."""
+"""What a capture and the options say about ranks: process group, buckets, reductions, accumulator dtypes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from gradsync_fx.planning.plan import Bucket, Reduction
 
 DEFAULT_CAP_MB = Options().bucket_cap_mb
 MIB = 2**20
-# As DDP's. Then gloo's latency is worth less than an early start, and than an update that overlaps the next bucket.
+# The first bucket is DDP's size. On the CPU the others are small: an early start, and an update that overlaps the next
+# bucket, gain more than gloo's latency costs.
 FIRST_BYTES = MIB
 USUAL_BYTES = {"cpu": 4 * MIB}
 
@@ -36,7 +37,7 @@ USUAL_BYTES = {"cpu": 4 * MIB}
 class Setting:
     """What a capture and the options together say about the ranks.
 
-    ignored: parameters that stay each rank's own. shared_buffers: those that rank 0's values go into elsewhere.
+    ignored: parameters that are not reduced. shared_buffers: module buffers that get rank 0's values on other ranks.
     """
 
     group: ProcessGroup | None
@@ -51,7 +52,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedGroup:
-    """Stands for a group of ranks that are not there: programs for it are built, and never run."""
+    """A process group that does not exist: programs for it are built for a report, and never run."""
 
     group_name: str = "simulated"
 
@@ -71,7 +72,7 @@ def find_setting(objects: Objects, options: Options, simulated: int | None = Non
     """The group: the argument's, else DDP's, else the default group if there is one, else none.
 
     A step with a DDP module is DDP's: what no such module holds, and what one was told to ignore, stays local, as in
-    eager PyTorch. simulated: a number of ranks to plan for in their place.
+    eager PyTorch. simulated: a number of ranks to plan for in place of the real ones.
     """
     ddp = objects.ddp[0] if objects.ddp else None
     group = options.process_group
@@ -124,7 +125,7 @@ def _group_of_all(ddps: Sequence[DistributedDataParallel]) -> ProcessGroup:
 
 
 def shared_options(setting: Setting, options: Options) -> dict[str, object]:
-    """What has to be equal on all ranks, by the option's name; k is compared whenever ranks meet."""
+    """Options that must be equal on all ranks, by name; k is not among them, as it is compared at every meeting."""
     return {
         "reduction": options.reduction,
         "skip_nonfinite": options.skip_nonfinite,
@@ -268,7 +269,8 @@ def find_buckets(
 
 
 def _bytes_of_next(setting: Setting, device: torch.device, *, first: bool) -> int:
-    """How full a bucket has to be. Where nobody set a cap: what starts the wire soon, and leaves little to the end."""
+    """How many bytes close a bucket. Without a cap of the user's: few, so that sending starts early and little is left
+    for the end."""
     cap = setting.bucket_bytes
     if cap != int(DEFAULT_CAP_MB * MIB):
         return cap

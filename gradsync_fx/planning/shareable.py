@@ -1,4 +1,4 @@
-"""Which buckets the ranks of one machine could add up in place, as far as one rank can say (shm_all_reduce.py)."""
+"""Which buckets the ranks of one machine could reduce in shared memory, judged by one rank (shm_all_reduce.py)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradsync_fx.planning.plan import Bucket
 from gradsync_fx.planning.setting import MIB, Setting, accumulator_dtype
 
 
-# For all buckets together: with less, two meetings of the ranks take longer than to send it.
+# Of all buckets together: below this, the two meetings of the ranks take longer than sending.
 LEAST_BYTES = MIB
 
 
@@ -39,7 +39,7 @@ def find_shareable(
             and all(p.device.type == "cpu" for p in parameters)
             and (setting.wire_dtype or dtype) is dtype
             and not dtype.is_complex  # it is sent as pairs of real numbers
-            and any(p.numel() for p in parameters)  # there is no sharing of nothing
+            and any(p.numel() for p in parameters)  # an empty bucket cannot be mapped
         )
 
     found = tuple(bucket for bucket in buckets if fits(bucket))
@@ -47,7 +47,7 @@ def find_shareable(
 
 
 def bytes_of(buckets: Sequence[Bucket], leaves: Mapping[int, Leaf], options: Options) -> list[int]:
-    """Of each bucket's sums."""
+    """The size of each bucket's sums."""
     found = []
     for bucket in buckets:
         parameters = [leaves[i].parameter for i in bucket.leaves]

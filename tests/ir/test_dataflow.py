@@ -21,5 +21,5 @@ def test_reached_nodes_and_nearest_stops() -> None:
     assert upstream([c], without=[t]) == {c, a}
     nearest = Nearest(graph, [s, t])
     assert nearest.of(c) == {t}
-    assert nearest.of(b) == nearest.of(s) == nearest.behind(t) == {s}
+    assert nearest.of(b) == nearest.of(s) == nearest.of_inputs(t) == {s}
     assert nearest.of(a) == nearest.of(3) == frozenset()
