@@ -18,16 +18,16 @@ from gradsync_fx.errors import OptionError
 
 MANUAL = "manual"
 Steps = int | Literal["manual"] | Mapping[Optimizer, int]
-Reduction = Literal["mean", "sum", "weighted"]
+ReductionKind = Literal["mean", "sum", "weighted"]
 Broadcasts = Literal["window_start", "never", "every"]
 Unsupported = Literal["error", "eager"]
-REDUCTIONS: tuple[str, ...] = get_args(Reduction)
+REDUCTIONS: tuple[str, ...] = get_args(ReductionKind)
 BROADCASTS: tuple[str, ...] = get_args(Broadcasts)
 # What makes a program faster and not another one (lower.py, shareable.py, compile_lock.py).
 Optimization = Literal[
     "overlap", "in_place", "shared_memory", "products", "updates", "shared_compile"
 ]
-LEVERS: tuple[str, ...] = get_args(Optimization)
+OPTIMIZATIONS: tuple[str, ...] = get_args(Optimization)
 Backend = str | Callable[..., Any]
 OURS = "gradsync"  # the backend for torch.compile: what lowers programs is another
 # Names that need no look at the list of torch's, which imports all of them.
@@ -39,7 +39,7 @@ class Options:
     """What `gradsync_fx.optimize` takes, with its defaults; see there for the meaning of each."""
 
     gradient_accumulation_steps: Steps = 1
-    reduction: Reduction = "mean"
+    reduction: ReductionKind = "mean"
     process_group: ProcessGroup | None = None
     sync_each_batch: bool = False
     bucket_cap_mb: float = 25.0
@@ -77,8 +77,8 @@ class Options:
             ):
                 raise _bad(name, dtype, "None or a floating torch.dtype")
         left_out = self.without
-        if isinstance(left_out, str) or not set(left_out) <= set(LEVERS):
-            raise _bad("without", left_out, "a collection of names: " + ", ".join(LEVERS))
+        if isinstance(left_out, str) or not set(left_out) <= set(OPTIMIZATIONS):
+            raise _bad("without", left_out, "a collection of names: " + ", ".join(OPTIMIZATIONS))
         if self.dynamic is not None and not isinstance(self.dynamic, bool):
             raise _bad("dynamic", self.dynamic, "None, True or False")
         _check_backend(self.backend)
@@ -136,7 +136,7 @@ class BackendOptions(TypedDict, total=False):
     """The same as a dict: what `torch.compile(train_step, backend="gradsync", options={...})` takes."""
 
     gradient_accumulation_steps: Steps
-    reduction: Reduction
+    reduction: ReductionKind
     process_group: ProcessGroup | None
     sync_each_batch: bool
     bucket_cap_mb: float

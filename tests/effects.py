@@ -393,14 +393,14 @@ class Plain:
     def call(self, x: Tensor, y: Tensor) -> Tensor:
         self._run(FIRST, Rule.EVERY_CALL, Rule.EAGERLY, x, y)
         loss = self.loss_of(self.world, x, y)
-        self._run(FORWARD, Rule.EVERY_CALL, Rule.EAGERLY, Rule.BEHIND, x, y)
+        self._run(FORWARD, Rule.EVERY_CALL, Rule.EAGERLY, Rule.AFTER, x, y)
         self.go_back(self.world, loss)
         for p, total in zip(self.trained, self.sums, strict=True):
             if p.grad is not None:
                 total += p.grad
             p.grad = None
         self.calls += 1
-        self._run(AFTER, Rule.EVERY_CALL, Rule.BEHIND, x, y)
+        self._run(AFTER, Rule.EVERY_CALL, Rule.AFTER, x, y)
         self.last = x, y
         return loss.detach()
 

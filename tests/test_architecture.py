@@ -228,3 +228,37 @@ def test_files_stay_small_and_say_what_they_are() -> None:
     for name, path in modules().items():
         assert len(path.read_text().splitlines()) <= 400, name
         assert ast.get_docstring(ast.parse(path.read_text())), name
+
+
+# Names that two modules define all the same, each with the reason.
+SHARED_NAMES: dict[str, str] = {
+    "Bucket": "renamed in passes/symbolic.py on another branch",
+    "Reached": "renamed in comm/shared_memory.py on another branch",
+    "Scale": "renamed in passes/bucket.py on another branch",
+}
+
+
+def public_definitions(tree: ast.Module) -> set[str]:
+    """Classes, functions and type aliases of a module, without a leading underscore; overloads count once."""
+    found = set()
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign) and not is_type_variable(node.value):
+            names = {t.id for t in node.targets if isinstance(t, ast.Name)}
+            found |= {name for name in names if name[0].isupper() and not name.isupper()}
+    return {name for name in found if not name.startswith("_")}
+
+
+def is_type_variable(value: ast.expr) -> bool:
+    return isinstance(value, ast.Call) and ast.unparse(value.func) in ("TypeVar", "ParamSpec")
+
+
+def test_one_name_names_one_thing() -> None:
+    where: dict[str, list[str]] = {}
+    for module, path in modules().items():
+        for name in public_definitions(ast.parse(path.read_text())):
+            where.setdefault(name, []).append(module)
+    twice = {name: found for name, found in where.items() if len(found) > 1}
+    assert {n: found for n, found in twice.items() if n not in SHARED_NAMES} == {}
+    assert SHARED_NAMES.keys() - twice.keys() == set(), "an exception that is none any more"

@@ -103,7 +103,7 @@ def page() -> str:
         Rule.PER_UPDATE: "What depends on gradients or on updated parameters, what a parameter becomes of itself "
         "alone, and what depends on no data and stands after the update.",
         Rule.PER_WINDOW: "What takes gradients away.",
-        Rule.BEHIND: "Calls that touch nothing that is computed with: after the program, on every call, with its "
+        Rule.AFTER: "Calls that touch nothing that is computed with: after the program, on every call, with its "
         "numbers.",
         Rule.EAGERLY: 'What no program can hold: refused with its line, or, with `on_unsupported="eager"`, the step '
         "runs in the same windows without being compiled, with the rules above.",

@@ -1,6 +1,6 @@
 """Options together, as users run them: Inductor, two ranks, each pair of values in some row, against plain PyTorch.
 
-Every option and every lever has to stand in `VALUES` or in `ELSEWHERE`; a new one fails the test that says so.
+Every option and every optimization has to stand in `VALUES` or in `ELSEWHERE`; a new one fails the test that says so.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from allpairspy import AllPairs
 
-from gradsync_fx.options import LEVERS, Options
+from gradsync_fx.options import OPTIMIZATIONS, Options
 from tests.scenarios import matrix
 from tests.workers import Ranks
 
@@ -20,7 +20,7 @@ from tests.workers import Ranks
 VALUES: dict[str, tuple[Any, ...]] = {
     "optimizer": ("sgd", "adamw", "momentum", "adamw fused", "muon", "two windows"),
     "ending": ("full", "flush", "skip", "uneven", "discard", "resume"),
-    "without": (None, *LEVERS),
+    "without": (None, *OPTIMIZATIONS),
     "reduction": ("mean", "weighted", "sum"),
     "clip": ("none", "norm", "value"),
     "skip_nonfinite": (False, True),
@@ -101,7 +101,7 @@ def check(ranks: Ranks, row: dict[str, Any]) -> None:
 def test_every_option_has_its_place() -> None:
     known = {f.name for f in fields(Options)}
     assert known == {*ELSEWHERE, *(set(VALUES) & known)}
-    assert set(VALUES["without"]) == {None, *LEVERS}
+    assert set(VALUES["without"]) == {None, *OPTIMIZATIONS}
 
 
 def test_the_array_has_every_pair() -> None:

@@ -82,14 +82,14 @@ WAYS_OUT: dict[str, str | Untried] = {
     ),
     "cli/subprocess_job.py:_answer": Untried("how to look further, at a process that died"),
     "cli/outputs.py:check_outputs": "tests/cli/test_main.py::test_files",
-    "cli/outputs.py:save": "tests/cli/test_main.py::test_files",
+    "cli/outputs.py:save_output": "tests/cli/test_main.py::test_files",
     "cli/outputs.py:_stdout": "tests/cli/test_main.py::test_files",
     "checking/copies.py:copied pass model and optimizer": (
         "tests/checking/test_self_check.py::test_objects_in_a_closure_and_in_self"
     ),
     "checking/copies.py:_Copier.value check a step without it,": WINDOWS
     + "a_checks_objects_are_arguments",
-    "capture/counts.py:Followed.check keep it in an attribute,": STEPS
+    "capture/counts.py:FollowedNumber.check keep it in an attribute,": STEPS
     + "a_count_in_an_attribute_or_outside",
     "diagnose.py:diagnose pass the number of micro": WINDOWS + "a_diagnosis_of_a_loop",
     "diagnose.py:diagnose pass a function that run": WINDOWS + "a_diagnosis_of_a_loop",

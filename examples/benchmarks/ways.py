@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 import gradsync_fx
-from gradsync_fx.options import LEVERS
+from gradsync_fx.options import OPTIMIZATIONS
 from workloads import Workload
 
 
@@ -232,11 +232,17 @@ WAYS = {
 USUAL_WAYS = list(WAYS)
 
 
-def _without(lever: str) -> Way:
+def _without(optimization: str) -> Way:
     return Way(
-        f"gradsync_fx without {lever!r}", lambda s: _gradsync(s, without=(lever,)), peer=False
+        f"gradsync_fx without {optimization!r}",
+        lambda s: _gradsync(s, without=(optimization,)),
+        peer=False,
     )
 
 
-# What each lever is worth, for those who ask; the one that is left out here makes no program faster.
-WAYS |= {f"without-{lever}": _without(lever) for lever in LEVERS if lever != "shared_compile"}
+# What each optimization is worth: run on request. shared_compile is not among them: it makes no program faster.
+WAYS |= {
+    f"without-{optimization}": _without(optimization)
+    for optimization in OPTIMIZATIONS
+    if optimization != "shared_compile"
+}

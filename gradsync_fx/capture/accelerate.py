@@ -26,8 +26,8 @@ from accelerate.utils.modeling import get_mixed_precision_context_manager
 
 from gradsync_fx._torch import NullContextVariable, read_attribute
 from gradsync_fx.capture.handlers import (
-    Answers,
-    Value,
+    AnsweredAttribute,
+    Handlers,
     after_update,
     guard_identity,
     no_sync,
@@ -165,7 +165,7 @@ def _scheduler_step(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]
     return after_update(tx, stepped, inner, args, kwargs)
 
 
-ANSWERS: Answers = [
+HANDLERS: Handlers = [
     (AcceleratedOptimizer, ("step",), _inner(optimizer_step)),
     (AcceleratedOptimizer, ("zero_grad",), _inner(zero_grad)),
     (AcceleratedScheduler, ("step",), _scheduler_step),
@@ -176,5 +176,5 @@ ANSWERS: Answers = [
     (Accelerator, ("accumulate",), _accumulate),
     (Accelerator, ("no_sync",), no_sync),
     (Accelerator, ("autocast",), _autocast),
-    (Accelerator, ("sync_gradients",), Value(_sync_gradients)),
+    (Accelerator, ("sync_gradients",), AnsweredAttribute(_sync_gradients)),
 ]

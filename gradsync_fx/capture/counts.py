@@ -20,7 +20,7 @@ from gradsync_fx._torch import (
     as_dynamic,
     dynamo_builder,
 )
-from gradsync_fx.capture.deferred_calls import call_behind
+from gradsync_fx.capture.deferred_calls import call_after_program
 from gradsync_fx.capture.trace_state import (
     Number,
     const,
@@ -34,7 +34,7 @@ from gradsync_fx.errors import CaptureError
 
 
 @dataclass(frozen=True, slots=True)
-class Followed:
+class FollowedNumber:
     """A number of a capture. with_update: whether it changes with an update. settable: whether we can see to that."""
 
     name: str
@@ -105,7 +105,7 @@ def _of_objects(tx: Any) -> Iterator[tuple[str, Any, Any, Callable[[int], None] 
                     index: int, owner: Any = owner, name: str = name, attributes: Any = attributes
                 ) -> None:
                     new = attributes.pop(name).realize()
-                    call_behind(tx, set_number, [owner, const(name), new, const(index)])
+                    call_after_program(tx, set_number, [owner, const(name), new, const(index)])
 
                 yield whole, before, new.realize(), store
 

@@ -67,7 +67,9 @@ _CLOCKS = frozenset(
 )
 
 
-def run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], watched: str = "") -> None:
+def run_deferred(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], watched: str = ""
+) -> None:
     """What Dynamo's code calls after the program: one call that waited. watched: its name and line, if it is."""
     if watched:
         run_watched(function, args, kwargs, watched)
@@ -86,13 +88,13 @@ class _Ours(VariableTracker):
         codegen.load_import_from(self.module, self.name)
 
 
-def call_behind(tx: Any, function: Any, arguments: list[Any]) -> None:
+def call_after_program(tx: Any, function: Any, arguments: list[Any]) -> None:
     """Has Dynamo's code call a function of ours when the program has run."""
     ours = _Ours(function.__name__, function.__module__)
     tx.output.root_tx.debug_locals.append((ours, arguments))
 
 
-def put_behind(
+def put_after_program(
     tx: Any, function: Any, args: Any, kwargs: Any, name: str, *, watched: bool = False
 ) -> Any:
     """Has Dynamo's code call `function` when the program has run. What it is given carries no gradient."""
@@ -102,7 +104,7 @@ def put_behind(
     call = [function, TupleVariable(given), ConstDictVariable(named)]
     if watched:
         call.append(const(place))
-    call_behind(tx, run, call)
+    call_after_program(tx, run_deferred, call)
     observed().in_graph(tx.output).moved.append(f"{place}: after the program")
     return const(None)
 
@@ -120,9 +122,9 @@ def give(tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
         tensor.grad.add_(gradient)
 
 
-def give_behind(tx: Any, tensor: Any, gradient: Any) -> None:
+def give_after_program(tx: Any, tensor: Any, gradient: Any) -> None:
     """An input's own gradient goes onto it when the program has run."""
-    call_behind(tx, give, [tensor, gradient])
+    call_after_program(tx, give, [tensor, gradient])
 
 
 def _detached(tx: Any, value: Any) -> Any:
@@ -138,7 +140,7 @@ def _detached(tx: Any, value: Any) -> Any:
 
 def debugging_call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     """`DebuggingVariable.call_function` while a step is traced: print."""
-    return put_behind(tx, self, args, kwargs, self.value.__name__)
+    return put_after_program(tx, self, args, kwargs, self.value.__name__)
 
 
 class _Method(VariableTracker):
@@ -149,7 +151,7 @@ class _Method(VariableTracker):
         self.owner, self.name = owner, name
 
     def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
-        return put_behind(tx, self, args, kwargs, f"{_path(self.owner)}.{self.name}")
+        return put_after_program(tx, self, args, kwargs, f"{_path(self.owner)}.{self.name}")
 
     def reconstruct(self, codegen: Any) -> None:
         codegen(self.owner.source)
@@ -162,11 +164,11 @@ def logger_call(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         return const(getattr(self.value, name)(*(a.as_python_constant() for a in args)))
     if self.source is None:
         given = [const(self.value.name), const(name), *args]
-        return put_behind(tx, _Ours(log_to.__name__), given, kwargs, f"logger.{name}")
-    return put_behind(tx, _Method(self, name), args, kwargs, f"logger.{name}")
+        return put_after_program(tx, _Ours(log_to.__name__), given, kwargs, f"logger.{name}")
+    return put_after_program(tx, _Method(self, name), args, kwargs, f"logger.{name}")
 
 
-def load_attribute(self: Any, name: str) -> None:
+def load_traced(self: Any, name: str) -> None:
     """`InstructionTranslatorBase._load_attr` while a step is traced."""
     owner, seen = self.stack[-1], observed()
     unseen = isinstance(owner, LazyVariableTracker) and not owner.is_realized()
@@ -179,7 +181,7 @@ def load_attribute(self: Any, name: str) -> None:
     plain_load_attribute(self, name)
 
 
-def format_value(self: Any, spec: Any, flags: int) -> None:
+def format_traced(self: Any, spec: Any, flags: int) -> None:
     """`InstructionTranslatorBase._format_value` while a step is traced: a number of the program stays one."""
     value = self.stack[-1]
     if isinstance(value, SymNodeVariable) and free_unbacked_symbols(value.sym_num):
@@ -216,8 +218,8 @@ def call_function(self: Any, fn: Any, args: list[Any], kwargs: dict[str, Any]) -
         self.push(LoggingLoggerVariable(logging.getLogger(*name)))
         return
     site = (self.f_code, self.current_instruction.offset)
-    if site in seen.behind:
-        self.push(put_behind(self, fn, args, kwargs, _name(fn), watched=True))
+    if site in seen.after_program:
+        self.push(put_after_program(self, fn, args, kwargs, _name(fn), watched=True))
         return
     answered = seen.answered
     try:
@@ -235,7 +237,7 @@ def call_function(self: Any, fn: Any, args: list[Any], kwargs: dict[str, Any]) -
 _plain_call = InstructionTranslatorBase.call_function
 
 
-def keep_numbers(module: GraphModule) -> None:
+def keep_floats(module: GraphModule) -> None:
     """`_apply_tensorify_python_scalars` while a step is traced.
 
     torch turns Python floats into tensors where tensors meet them, and makes constants of all others, with a trace for

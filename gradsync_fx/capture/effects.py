@@ -24,7 +24,7 @@ class Rule(Enum):
     EVERY_CALL = "every call"
     PER_UPDATE = "once per update"
     PER_WINDOW = "once per window"
-    BEHIND = "after the program"
+    AFTER = "after the program"
     EAGERLY = "eagerly"
     REFUSED = "refused"
 
@@ -127,9 +127,9 @@ EFFECTS = (
         "be a tensor",
     ),
     Effect("tensor that counts updates", "`self.count.add_(1)`, likewise", Rule.PER_UPDATE),
-    Effect("list", "`losses.append(loss.item())`", Rule.BEHIND),
-    Effect("output", "`print(...)`, `logger.info(...)`", Rule.BEHIND),
-    Effect("metric", "`metric.update(out.detach())`, `bar.update(1)`", Rule.BEHIND),
+    Effect("list", "`losses.append(loss.item())`", Rule.AFTER),
+    Effect("output", "`print(...)`, `logger.info(...)`", Rule.AFTER),
+    Effect("metric", "`metric.update(out.detach())`, `bar.update(1)`", Rule.AFTER),
     Effect("gradients asked for or not", "`net.requires_grad_(False)`", Rule.EAGERLY),
     Effect("branch on a value", "`if loss.item() > 3:`", Rule.EAGERLY),
     Effect(

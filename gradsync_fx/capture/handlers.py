@@ -43,7 +43,7 @@ from gradsync_fx._torch import (
     read_attribute,
 )
 from gradsync_fx.capture.counts import keep_numbers
-from gradsync_fx.capture.deferred_calls import check_appended, give_behind, result_unused
+from gradsync_fx.capture.deferred_calls import check_appended, give_after_program, result_unused
 from gradsync_fx.capture.gradient_values import check_assigned
 from gradsync_fx.capture.in_place import refuse_overwritten
 from gradsync_fx.capture.markers import TRACED
@@ -74,7 +74,7 @@ from gradsync_fx.optim.opaque import calls_its_closure_once, closure_given
 from gradsync_fx.optim.state import in_groups, parameters_of
 
 
-class Call(VariableTracker):
+class AnsweredMethod(VariableTracker):
     """A bound method whose call is answered by `answer(tx, owner, args, kwargs)`."""
 
     def __init__(self, owner: Any, answer: Callable[..., Any], **kwargs: Any) -> None:
@@ -337,7 +337,7 @@ def _end(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
             continue
         if not isinstance(real, nn.Parameter) and id(real) not in owned and _is_input(var):
             seen.inputs.append(real)
-            give_behind(tx, var, grad)
+            give_after_program(tx, var, grad)
         elif keep and not is_none(grad):
             note(tx, grad, Role.LEFT, seen.leaf_index(real))
     return const(None) if seen.chain is None else seen.chain
@@ -360,14 +360,14 @@ _plain_ddp_forward = DistributedDataParallel.forward
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class AnsweredAttribute:
     """An answer at an attribute that is read, not called: `of(tx, owner)`."""
 
     of: Callable[[Any, Any], Any]
 
 
-Answers = list[tuple[type, tuple[str, ...], Callable[..., Any] | Value]]
-_ANSWERS: Answers = [
+Handlers = list[tuple[type, tuple[str, ...], Callable[..., Any] | AnsweredAttribute]]
+_HANDLERS: Handlers = [
     (Optimizer, ("step",), optimizer_step),
     *((owner, (zeroing.NAME,), zero_grad) for owner in (Optimizer, nn.Module)),
     (LRScheduler, ("step",), _scheduler_step),
@@ -379,7 +379,7 @@ _ANSWERS: Answers = [
 _plain_attribute: Any = getattr(UserDefinedObjectVariable, READ_ATTRIBUTE)
 
 
-def attribute(self: Any, tx: Any, name: str) -> Any:
+def traced_attribute(self: Any, tx: Any, name: str) -> Any:
     """How an object of the step gives an attribute while the step is traced."""
     value = self.value
     if isinstance(value, nn.Module):
@@ -387,7 +387,11 @@ def attribute(self: Any, tx: Any, name: str) -> Any:
         refuse_dropout(tx, value, name)
         if name == "module" and isinstance(value, DistributedDataParallel):
             observed().in_graph(tx.output).forwards += 1
-    for owner, attributes, answer in chain(observed().answers, _ANSWERS):
+    for owner, attributes, answer in chain(observed().handlers, _HANDLERS):
         if name in attributes and isinstance(value, owner):
-            return answer.of(tx, self) if isinstance(answer, Value) else Call(self, answer)
+            return (
+                answer.of(tx, self)
+                if isinstance(answer, AnsweredAttribute)
+                else AnsweredMethod(self, answer)
+            )
     return _plain_attribute(self, tx, name)

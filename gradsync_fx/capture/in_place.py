@@ -13,7 +13,7 @@ from gradsync_fx._torch import CollectiveFunctionRewriteVariable
 from gradsync_fx.capture.trace_state import line_of, no_grad, observed, refuse
 
 
-def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+def call_collective(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     """`CollectiveFunctionRewriteVariable.call_function` while a step is traced."""
     observed().in_graph(tx.output).in_place.append(f"{self.fn.__name__} at {line_of(tx)}")
     with no_grad(tx):

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 from gradsync_fx.errors import NoBackwardError
 
 
-Run = TypeVar("Run", bound=Callable[[list[Any]], Any])
+Runnable = TypeVar("Runnable", bound=Callable[[list[Any]], Any])
 
 
 class _Answer(Exception):
@@ -25,10 +25,10 @@ class _Answer(Exception):
         self.run, self.inputs = run, inputs
 
 
-class Inquiry(Generic[Run]):
+class Inquiry(Generic[Runnable]):
     """on_capture: what a capture becomes to run. The same is asked of it here; it runs unless somebody asks."""
 
-    def __init__(self, on_capture: Callable[[Any], Run]) -> None:
+    def __init__(self, on_capture: Callable[[Any], Runnable]) -> None:
         self._on_capture = on_capture
         self._asked = False
 
@@ -42,7 +42,7 @@ class Inquiry(Generic[Run]):
 
         return run_or_answer
 
-    def ask(self, call: Callable[[], Any]) -> tuple[Run, list[Any]]:
+    def ask(self, call: Callable[[], Any]) -> tuple[Runnable, list[Any]]:
         """What a call would run. Raises what its trace raises; `NoBackwardError` where there is nothing to trace."""
         self._asked = True
         try:
@@ -59,15 +59,15 @@ class Inquiry(Generic[Run]):
         )
 
 
-class TracedStep(Generic[Run]):
+class TracedStep(Generic[Runnable]):
     """A step that is captured as needed: to be called like it, or asked."""
 
-    def __init__(self, call: Callable[..., Any], inquiry: Inquiry[Run]) -> None:
+    def __init__(self, call: Callable[..., Any], inquiry: Inquiry[Runnable]) -> None:
         self._call, self._inquiry = call, inquiry
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
 
-    def find(self, *args: Any, **kwargs: Any) -> tuple[Run, list[Any]]:
+    def find(self, *args: Any, **kwargs: Any) -> tuple[Runnable, list[Any]]:
         """What such a call would run, with the flat inputs that it would be given; nothing runs."""
         return self._inquiry.ask(lambda: self._call(*args, **kwargs))

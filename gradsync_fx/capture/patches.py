@@ -36,7 +36,7 @@ def intercepting(fresh: Observed) -> Iterator[Observed]:
     """Patches Dynamo for one trace, which fills `fresh`. Everything is restored at the end."""
     with ExitStack() as stack:
         seen = stack.enter_context(observing(fresh))
-        seen.answers = _of_libraries()
+        seen.handlers = _of_libraries()
         stack.enter_context(
             dynamo_config.patch(
                 trace_autograd_ops=True,
@@ -55,15 +55,15 @@ def intercepting(fresh: Observed) -> Iterator[Observed]:
         stack.enter_context(mock.patch.object(log, "disabled", True))
         stack.enter_context(in_place_of_backward(handlers.backward))
         for owner, name, new in (
-            (UserDefinedObjectVariable, READ_ATTRIBUTE, handlers.attribute),
-            (OptimizerVariable, READ_ATTRIBUTE, handlers.attribute),
+            (UserDefinedObjectVariable, READ_ATTRIBUTE, handlers.traced_attribute),
+            (OptimizerVariable, READ_ATTRIBUTE, handlers.traced_attribute),
             (DistributedDataParallel, "forward", handlers.ddp_forward),
             (InstructionTranslatorBase, "call_function", deferred_calls.call_function),
-            (InstructionTranslatorBase, "_load_attr", deferred_calls.load_attribute),
+            (InstructionTranslatorBase, "_load_attr", deferred_calls.load_traced),
             (dynamo_builder, "is_int_specialization_case", counts.stays_constant),
             (dynamo_builder, "process_automatic_dynamic", counts.automatic_dynamic),
-            (aot_graphs, "_apply_tensorify_python_scalars", deferred_calls.keep_numbers),
-            (CollectiveFunctionRewriteVariable, "call_function", in_place.call_function),
+            (aot_graphs, "_apply_tensorify_python_scalars", deferred_calls.keep_floats),
+            (CollectiveFunctionRewriteVariable, "call_function", in_place.call_collective),
             (SideEffects, "store_attr", gradient_values.store_attr),
             # One kernel for an LSTM on the CPU: in a graph, its backward lacks what its forward keeps.
             (
@@ -78,16 +78,16 @@ def intercepting(fresh: Observed) -> Iterator[Observed]:
         if not FORMATS_NUMBERS:
             stack.enter_context(
                 mock.patch.object(
-                    InstructionTranslatorBase, "_format_value", deferred_calls.format_value
+                    InstructionTranslatorBase, "_format_value", deferred_calls.format_traced
                 )
             )
         yield seen
 
 
-def _of_libraries() -> handlers.Answers:
+def _of_libraries() -> handlers.Handlers:
     """The answers at the calls of libraries that the program has imported itself: nothing is imported for the rest."""
     if "accelerate.accelerator" in sys.modules:
         from gradsync_fx.capture import accelerate  # imports the library
 
-        return accelerate.ANSWERS
+        return accelerate.HANDLERS
     return []

@@ -98,9 +98,9 @@ class Observed:
     """
 
     demanded: tuple[torch.Tensor, ...] = ()
-    behind: frozenset[CallSite] = frozenset()
+    after_program: frozenset[CallSite] = frozenset()
     read_lists: frozenset[int] = frozenset()
-    answers: Sequence[Any] = ()  # at other libraries' calls, ahead of those at torch's
+    handlers: Sequence[Any] = ()  # at other libraries' calls, ahead of those at torch's
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
     within_reach: list[tuple[str, nn.Module]] = field(default_factory=list)
     leaves: list[torch.Tensor] = field(default_factory=list)

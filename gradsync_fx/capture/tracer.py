@@ -33,9 +33,9 @@ from gradsync_fx._torch import (
 )
 from gradsync_fx.capture.canonicalize import canonicalize
 from gradsync_fx.capture.checkpointing import refuse_reentrant, rematerialize, torch_pass_off
-from gradsync_fx.capture.counts import Followed
+from gradsync_fx.capture.counts import FollowedNumber
 from gradsync_fx.capture.explained import explained
-from gradsync_fx.capture.inquiry import Inquiry, Run, TracedStep
+from gradsync_fx.capture.inquiry import Inquiry, Runnable, TracedStep
 from gradsync_fx.capture.markers import TRACED, Demand
 from gradsync_fx.capture.names import batch_norms, ddp_modules, named_tensors
 from gradsync_fx.capture.past_autograd import keep_writes, outputs_in_their_places
@@ -82,7 +82,7 @@ class Capture:
     batch_norms: tuple[str, ...]
     moved: tuple[str, ...]
     declared: tuple[Declared, ...]
-    numbers: tuple[Followed, ...]
+    numbers: tuple[FollowedNumber, ...]
     never_zeroed: bool
     name: str = "step"
 
@@ -94,7 +94,7 @@ OnCapture = Callable[[Capture], Callable[[list[Any]], Any]]
 
 def traced(
     function: Callable[..., Any],
-    on_capture: Callable[[Capture], Run],
+    on_capture: Callable[[Capture], Runnable],
     decompositions: Any,
     dynamic: bool | None,
     demand: Demand | None = None,
@@ -102,7 +102,7 @@ def traced(
     manual: bool = False,
     rank_timeout: float | None = None,
     at_end: ExitStack | None = None,
-) -> TracedStep[Run]:
+) -> TracedStep[Runnable]:
     """A callable that captures `function` as needed and hands each call's flat inputs to what `on_capture` returned.
 
     at_end: gets what has Dynamo let go of it all.
@@ -166,14 +166,14 @@ class _Scoped:
         self._callback, self._demand, self._rank_timeout = callback, demand, rank_timeout
         # Dynamo's C code walks this chain while frames are intercepted: a plain attribute, no Python code may run.
         self._torchdynamo_orig_backend = callback._torchdynamo_orig_backend
-        self._behind: frozenset[CallSite] = frozenset()
+        self._after_program: frozenset[CallSite] = frozenset()
         self._read_lists: frozenset[int] = frozenset()
         self._symbols: frozenset[str] = frozenset()
         self._learned = False
         self.called: tuple[Any, ...] = ()  # the step and its arguments, while it is called
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        fresh = Observed(self._demand.parameters, self._behind, self._read_lists)
+        fresh = Observed(self._demand.parameters, self._after_program, self._read_lists)
         fresh.symbols, fresh.within_reach = self._symbols, self._within_reach()
         with compiling(self._rank_timeout), intercepting(fresh) as seen:
             try:
@@ -191,11 +191,11 @@ class _Scoped:
             return []  # it does not take these arguments, as the trace is about to find
 
     def _learn(self, seen: Observed) -> bool:
-        before = self._behind, self._read_lists, self._symbols
+        before = self._after_program, self._read_lists, self._symbols
         self._read_lists, self._symbols = seen.read_lists, seen.symbols
         if seen.could_wait is not None:
-            self._behind |= {seen.could_wait}
-        return before != (self._behind, self._read_lists, self._symbols)
+            self._after_program |= {seen.could_wait}
+        return before != (self._after_program, self._read_lists, self._symbols)
 
     def try_again(self) -> bool:
         """Whether the trace that failed last would fare better now, at a call that can wait (deferred_calls.py)."""

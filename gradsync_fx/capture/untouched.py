@@ -25,7 +25,7 @@ from gradsync_fx.optim.reached import words
 
 
 # What may be asked of any tensor: its form.
-_FORM = words(
+_METADATA = words(
     "shape size dim ndim numel nelement dtype device layout requires_grad is_leaf grad_fn names itemsize nbytes "
     "element_size stride is_contiguous is_floating_point is_complex is_sparse is_cuda __len__ __hash__ "
     "_version retains_grad output_nr storage_offset type"
@@ -144,7 +144,7 @@ class _Watch(TorchFunctionMode):
             held = args[:1] if "out" not in (kwargs or {}) else (kwargs or {})["out"]
             if any(_place(t) in self._inputs for t in _tensors_in(held)):
                 self._stop(f"it uses {name!r} of a tensor of the step")
-        if name not in _FORM or named == "__set__":
+        if name not in _METADATA or named == "__set__":
             for value in _tensors_in((args, kwargs or {})):
                 if self._is_ours(value):
                     self._stop(f"it uses {name!r} of a parameter, a buffer or optimizer state")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Node
 
-from gradsync_fx.capture.counts import Followed
+from gradsync_fx.capture.counts import FollowedNumber
 from gradsync_fx.capture.trace_state import Number, readable
 from gradsync_fx.ir import ops
 from gradsync_fx.ir.dataflow import downstream
@@ -15,14 +15,16 @@ from gradsync_fx.ir.program import Step, output_values, writes
 from gradsync_fx.ir.regions import Regions, find_regions
 
 
-def followed(step: Step, numbers: Sequence[Number], sources: Sequence[str]) -> tuple[Followed, ...]:
+def followed(
+    step: Step, numbers: Sequence[Number], sources: Sequence[str]
+) -> tuple[FollowedNumber, ...]:
     """What becomes of each number. sources: Dynamo's names of the step's inputs."""
     if not numbers:
         return ()
     regions = find_regions(step)
     holders = dict(zip(sources, step.module.graph.find_nodes(op="placeholder"), strict=True))
     return tuple(
-        Followed(
+        FollowedNumber(
             readable(n.source),
             n.line,
             n.source in holders and _with_update(step, regions, holders[n.source]),

@@ -36,11 +36,11 @@ def epilog(*commands: str) -> str:
 
 WINDOW, ESTIMATE, OUTPUT = "Window", "Estimate", "Output"  # panels of --help
 
-Factory = Annotated[
+FactoryArgument = Annotated[
     str,
     typer.Argument(metavar="FILE.py:FACTORY", help="or package.module:FACTORY", show_default=False),
 ]
-Steps = Annotated[
+StepsOption = Annotated[
     str,
     typer.Option(
         "--gradient-accumulation-steps",
@@ -50,7 +50,7 @@ Steps = Annotated[
         rich_help_panel=WINDOW,
     ),
 ]
-World = Annotated[
+WorldOption = Annotated[
     int | None,
     typer.Option(
         "--world-size",
@@ -60,7 +60,7 @@ World = Annotated[
         rich_help_panel=WINDOW,
     ),
 ]
-SeveralRanks = Annotated[
+SeveralRanksOption = Annotated[
     int,
     typer.Option(
         "--world-size",
@@ -70,7 +70,7 @@ SeveralRanks = Annotated[
         rich_help_panel=WINDOW,
     ),
 ]
-Machine = Annotated[
+HardwareOption = Annotated[
     str,
     typer.Option(
         "--hardware",
@@ -80,19 +80,19 @@ Machine = Annotated[
         rich_help_panel=ESTIMATE,
     ),
 ]
-Latency = Annotated[
+LatencyOption = Annotated[
     float | None,
     typer.Option(metavar="S", help="seconds of one message", rich_help_panel=ESTIMATE),
 ]
-Bandwidth = Annotated[
+BandwidthOption = Annotated[
     float | None,
     typer.Option(metavar="B", help="bytes/s of one rank's link", rich_help_panel=ESTIMATE),
 ]
-Flops = Annotated[
+FlopsOption = Annotated[
     float | None,
     typer.Option(metavar="F", help="FLOP/s of one rank", rich_help_panel=ESTIMATE),
 ]
-Reduction = Annotated[
+ReductionOption = Annotated[
     str | None,
     typer.Option(
         metavar="HOW",
@@ -102,7 +102,7 @@ Reduction = Annotated[
         rich_help_panel=WINDOW,
     ),
 ]
-Cap = Annotated[
+CapOption = Annotated[
     float | None,
     typer.Option(
         "--bucket-cap-mb",
@@ -112,11 +112,11 @@ Cap = Annotated[
         rich_help_panel=WINDOW,
     ),
 ]
-Each = Annotated[
+EachOption = Annotated[
     bool,
     typer.Option("--sync-each-batch", help="reduce in every micro-step", rich_help_panel=WINDOW),
 ]
-Nonfinite = Annotated[
+NonfiniteOption = Annotated[
     bool,
     typer.Option(
         "--skip-nonfinite",
@@ -124,7 +124,7 @@ Nonfinite = Annotated[
         rich_help_panel=WINDOW,
     ),
 ]
-Buffers = Annotated[
+BuffersOption = Annotated[
     str | None,
     typer.Option(
         metavar="WHEN",
@@ -133,7 +133,7 @@ Buffers = Annotated[
         rich_help_panel=WINDOW,
     ),
 ]
-Sums = Annotated[
+SumsOption = Annotated[
     str | None,
     typer.Option(
         "--accumulator-dtype",
@@ -142,13 +142,13 @@ Sums = Annotated[
         rich_help_panel=WINDOW,
     ),
 ]
-Wire = Annotated[
+WireOption = Annotated[
     str | None,
     typer.Option(
         "--reduce-dtype", metavar="DTYPE", help="float32, bfloat16, ...", rich_help_panel=WINDOW
     ),
 ]
-Limit = Annotated[
+LimitOption = Annotated[
     float,
     typer.Option(
         "--timeout",
@@ -157,16 +157,18 @@ Limit = Annotated[
         help="seconds for loading, factory and capture; 0: no limit, in this process, as a debugger needs it",
     ),
 ]
-Trace = Annotated[bool, typer.Option("--traceback", help="show the traceback behind an error")]
-Json = Annotated[
+TraceOption = Annotated[
+    bool, typer.Option("--traceback", help="show the traceback behind an error")
+]
+JsonOption = Annotated[
     str | None,
     typer.Option("--json", metavar="OUT", help="JSON; -: to stdout, alone", rich_help_panel=OUTPUT),
 ]
-Html = Annotated[
+HtmlOption = Annotated[
     str | None,
     typer.Option("--html", metavar="OUT", help="a page to look at", rich_help_panel=OUTPUT),
 ]
-Dot = Annotated[
+DotOption = Annotated[
     str | None,
     typer.Option(
         "--dot", metavar="OUT", help="graphviz; -: to stdout, alone", rich_help_panel=OUTPUT

@@ -36,7 +36,7 @@ def codes(report: ReportData) -> dict[str, str]:
     return {name: found[name] for name in ("accumulate", "boundary") if name in found}
 
 
-def readable(code: str, names: dict[str, str]) -> str:
+def readable_code(code: str, names: dict[str, str]) -> str:
     """names: of inputs, to the names that they are to have."""
     lines = []
     for line in code.strip().splitlines():
@@ -84,7 +84,7 @@ def input_names(report: ReportData) -> dict[str, str]:
 def to_sides(report: ReportData, width: int, *, unified: bool) -> RenderableType:
     """Both programs in `width` columns; unified where asked for, or where two columns would be too narrow."""
     names = input_names(report)
-    left, right = (readable(code, names).splitlines() for code in codes(report).values())
+    left, right = (readable_code(code, names).splitlines() for code in codes(report).values())
     rows = folded(left, right)
     column = (width - SEPARATOR) // 2
     if unified or column < COLUMN:

@@ -21,32 +21,32 @@ import gradsync_fx
 from gradsync_fx.cli import doctor as checks
 from gradsync_fx.cli.arguments import (
     EXAMPLES,
-    Bandwidth,
-    Buffers,
-    Cap,
-    Dot,
-    Each,
-    Factory,
-    Flops,
-    Html,
-    Json,
-    Latency,
-    Limit,
-    Machine,
-    Nonfinite,
-    Reduction,
-    SeveralRanks,
-    Steps,
-    Sums,
-    Trace,
-    Wire,
-    World,
+    BandwidthOption,
+    BuffersOption,
+    CapOption,
+    DotOption,
+    EachOption,
+    FactoryArgument,
+    FlopsOption,
+    HardwareOption,
+    HtmlOption,
+    JsonOption,
+    LatencyOption,
+    LimitOption,
+    NonfiniteOption,
+    ReductionOption,
+    SeveralRanksOption,
+    StepsOption,
+    SumsOption,
+    TraceOption,
+    WireOption,
+    WorldOption,
     epilog,
 )
 from gradsync_fx.cli.diff import codes, to_sides
 from gradsync_fx.cli.factory import Request, Target, make_report
-from gradsync_fx.cli.outputs import STDOUT, check_outputs, save, show, write
-from gradsync_fx.cli.problems import REFUSED, USAGE, Problem, plain
+from gradsync_fx.cli.outputs import STDOUT, check_outputs, save_output, show, write
+from gradsync_fx.cli.problems import REFUSED, USAGE, Problem, printable
 from gradsync_fx.cli.subprocess_job import limited
 from gradsync_fx.errors import OptionError
 from gradsync_fx.inspection.costs import PRESETS, Hardware, find_hardware
@@ -91,25 +91,25 @@ def _options(
     epilog=epilog("inspect"), help=f"What the rewrite changes in a step, as tables.\n\n{FACTORY}"
 )
 def inspect(
-    factory: Factory,
-    gradient_accumulation_steps: Steps = "1",
-    world_size: World = None,
-    hardware: Machine = "laptop",
-    latency: Latency = None,
-    bandwidth: Bandwidth = None,
-    flops: Flops = None,
-    reduction: Reduction = None,
-    bucket_cap_mb: Cap = None,
-    sync_each_batch: Each = False,
-    skip_nonfinite: Nonfinite = False,
-    broadcast_buffers: Buffers = None,
-    accumulator_dtype: Sums = None,
-    reduce_dtype: Wire = None,
-    html: Html = None,
-    json: Json = None,
-    dot: Dot = None,
-    timeout: Limit = 600.0,
-    traceback: Trace = False,
+    factory: FactoryArgument,
+    gradient_accumulation_steps: StepsOption = "1",
+    world_size: WorldOption = None,
+    hardware: HardwareOption = "laptop",
+    latency: LatencyOption = None,
+    bandwidth: BandwidthOption = None,
+    flops: FlopsOption = None,
+    reduction: ReductionOption = None,
+    bucket_cap_mb: CapOption = None,
+    sync_each_batch: EachOption = False,
+    skip_nonfinite: NonfiniteOption = False,
+    broadcast_buffers: BuffersOption = None,
+    accumulator_dtype: SumsOption = None,
+    reduce_dtype: WireOption = None,
+    html: HtmlOption = None,
+    json: JsonOption = None,
+    dot: DotOption = None,
+    timeout: LimitOption = 600.0,
+    traceback: TraceOption = False,
 ) -> None:
     given = dict(locals())
     with _told(traceback):
@@ -117,7 +117,7 @@ def inspect(
         machine = _hardware(hardware, latency=latency, bandwidth=bandwidth, flops=flops)
         report = _report(given, machine, timeout)
         if html is not None:
-            save(html, report.to_html)
+            save_output(html, report.to_html)
         for path, text in ((json, report.to_json), (dot, report.to_dot)):
             if path is not None:
                 write(path, text())
@@ -133,22 +133,22 @@ def inspect(
     f"What repeats is folded; --json has both programs whole.\n\n{FACTORY}",
 )
 def diff(
-    factory: Factory,
-    gradient_accumulation_steps: Steps = "2",
-    world_size: SeveralRanks = 2,
-    reduction: Reduction = None,
-    bucket_cap_mb: Cap = None,
-    sync_each_batch: Each = False,
-    skip_nonfinite: Nonfinite = False,
-    broadcast_buffers: Buffers = None,
-    accumulator_dtype: Sums = None,
-    reduce_dtype: Wire = None,
+    factory: FactoryArgument,
+    gradient_accumulation_steps: StepsOption = "2",
+    world_size: SeveralRanksOption = 2,
+    reduction: ReductionOption = None,
+    bucket_cap_mb: CapOption = None,
+    sync_each_batch: EachOption = False,
+    skip_nonfinite: NonfiniteOption = False,
+    broadcast_buffers: BuffersOption = None,
+    accumulator_dtype: SumsOption = None,
+    reduce_dtype: WireOption = None,
     unified: Annotated[
         bool, typer.Option("--unified", "-u", help="as a unified diff, also on a wide terminal")
     ] = False,
-    json: Json = None,
-    timeout: Limit = 600.0,
-    traceback: Trace = False,
+    json: JsonOption = None,
+    timeout: LimitOption = 600.0,
+    traceback: TraceOption = False,
 ) -> None:
     given = dict(locals())
     with _told(traceback):
@@ -175,7 +175,7 @@ def diff(
     epilog=epilog("doctor"),
     help="Whether this machine has what gradsync_fx needs, and what to do.",
 )
-def doctor(json: Json = None, traceback: Trace = False) -> None:
+def doctor(json: JsonOption = None, traceback: TraceOption = False) -> None:
     with _told(traceback):
         check_outputs(json=json)
         err, found = Console(stderr=True), []
@@ -187,9 +187,9 @@ def doctor(json: Json = None, traceback: Trace = False) -> None:
         with err.status("looking at this machine"):
             for check in checks.examine():
                 found.append(check)
-                detail = Text(plain(check.detail))
+                detail = Text(printable(check.detail))
                 if check.fix:
-                    detail.append(f"\nwhat to do: {plain(check.fix)}", style="cyan")
+                    detail.append(f"\nwhat to do: {printable(check.fix)}", style="cyan")
                 table.add_row(Text(check.status, styles[check.status]), check.name, detail)
         ok = all(check.status != checks.FAIL for check in found)
         if json is not None:
@@ -227,7 +227,7 @@ def _report(given: dict[str, Any], machine: Hardware, timeout: float) -> Report:
             timeout,
             str(target),
             target.file,
-            tell=lambda doing: status.update(Text(f"{plain(doing)} ...")),
+            tell=lambda doing: status.update(Text(f"{printable(doing)} ...")),
             show=lambda text: err.print(Text(text), end="", soft_wrap=True),
         )
     return report

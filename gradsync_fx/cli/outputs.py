@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from gradsync_fx.cli.problems import UNWRITABLE, USAGE, Problem, plain
+from gradsync_fx.cli.problems import UNWRITABLE, USAGE, Problem, printable
 
 
 STDOUT = "-"
@@ -55,17 +55,17 @@ def write(path: str, text: str) -> None:
     if path == STDOUT:
         out(text if text.endswith("\n") else text + "\n")
     else:
-        save(path, lambda p: Path(p).write_bytes(text.encode("utf-8", _SPELLED)))
+        save_output(path, lambda p: Path(p).write_bytes(text.encode("utf-8", _SPELLED)))
 
 
-def save(path: str, writer: Callable[[str], Any]) -> None:
+def save_output(path: str, writer: Callable[[str], Any]) -> None:
     """Has it written by `writer`, and says so on stderr. Raises `Problem`."""
     try:
         writer(path)
     except OSError as error:
         fix = "name another file"
         raise Problem(UNWRITABLE, path, error.strerror or str(error), fix=fix) from error
-    Console(stderr=True).print(Text(f"wrote {plain(path)}"), soft_wrap=True)
+    Console(stderr=True).print(Text(f"wrote {printable(path)}"), soft_wrap=True)
 
 
 def show(console: Console, what: Any) -> None:

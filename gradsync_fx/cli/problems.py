@@ -36,21 +36,21 @@ class Problem(Exception):
         """For a `rich` console; without a newline at its end."""
         text = Text()
         if traceback and self.trace:
-            text.append(plain(self.trace).rstrip() + "\n", style="dim")
+            text.append(printable(self.trace).rstrip() + "\n", style="dim")
         text.append("error: ", style="bold red")
-        text.append(plain(self.culprit), style="bold")
-        text.append(f": {plain(self.seen)}")
+        text.append(printable(self.culprit), style="bold")
+        text.append(f": {printable(self.seen)}")
         if self.wanted:
             text.append("\n  wanted: ", style="cyan")
-            text.append(plain(self.wanted))
+            text.append(printable(self.wanted))
         if self.fix:
             text.append("\n  what to do: ", style="cyan")
-            text.append(plain(self.fix))
+            text.append(printable(self.fix))
         if self.trace and not traceback:
             text.append("\n  (--traceback shows where)", style="dim")
         return text
 
 
-def plain(text: str) -> str:
+def printable(text: str) -> str:
     """Text as it is, but control characters spelled out: a name cannot move the cursor or colour the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)

@@ -43,7 +43,7 @@ class Backward(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Step(Event):
+class Stepped(Event):
     """An optimizer's step. held: its parameters whose gradient was not zero. scaler: made by a GradScaler."""
 
     optimizer: int
@@ -68,7 +68,7 @@ class Unscale(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule(Event):
+class Scheduled(Event):
     """The step of a learning rate scheduler."""
 
 

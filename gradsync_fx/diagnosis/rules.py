@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from gradsync_fx.diagnosis.events import Forward
 from gradsync_fx.diagnosis.findings import ERROR, NOTE, WARNING, Finding
 from gradsync_fx.diagnosis.rules_of_gradients import GRADIENT_RULES
-from gradsync_fx.diagnosis.windows import Loop, Window, of
+from gradsync_fx.diagnosis.windows import Loop, Window, events_of
 from gradsync_fx.wording import number_of
 
 
@@ -73,7 +73,7 @@ def _not_reduced(loop: Loop) -> Iterator[Finding]:
         if any(m.forwards for m in window.micro_steps):
             yield _open_boundary(window)
         elif loop.wrapped & window.parameters:
-            inner = [f for f in of(Forward, window.all_events) if f.bypassed]
+            inner = [f for f in events_of(Forward, window.all_events) if f.bypassed]
             yield Finding(
                 "wrapper-bypassed",
                 ERROR,
@@ -218,8 +218,8 @@ def _apart(loop: Loop) -> Iterator[Finding]:
     )
 
 
-Rule = Callable[[Loop], Iterator[Finding]]
-RULES: tuple[Rule, ...] = (
+LoopRule = Callable[[Loop], Iterator[Finding]]
+RULES: tuple[LoopRule, ...] = (
     _no_update, _not_reduced, _lengths, *GRADIENT_RULES, _late_no_sync, _reduced_always, _left_open, _too_short,
 )  # fmt: skip
-NOT_JUDGED: tuple[Rule, ...] = (_closures, _apart)
+NOT_JUDGED: tuple[LoopRule, ...] = (_closures, _apart)

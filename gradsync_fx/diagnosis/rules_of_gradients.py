@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from gradsync_fx.diagnosis.events import Clip, Rescaled, Schedule, Unscale, Zero
+from gradsync_fx.diagnosis.events import Clip, Rescaled, Scheduled, Unscale, Zero
 from gradsync_fx.diagnosis.findings import ERROR, WARNING, Finding
-from gradsync_fx.diagnosis.windows import Loop, MicroStep, Window, of
+from gradsync_fx.diagnosis.windows import Loop, MicroStepSeen, Window, events_of
 from gradsync_fx.wording import number_of
 
 
@@ -19,7 +19,7 @@ def _divided(loop: Loop) -> Iterator[Finding]:
         if len(window.micro_steps) < 2:
             continue
         line = window.micro_steps[0].backward.line
-        by_hand = of(Rescaled, window.rest)
+        by_hand = events_of(Rescaled, window.rest)
         times = [_times(m, loop.k) for m in window.micro_steps]
         averaged = 0 if window.sent_by_hand else sum(_is(r.factor, loop.k) for r in by_hand)
         if min(times) + averaged >= 2:
@@ -37,7 +37,7 @@ def _divided(loop: Loop) -> Iterator[Finding]:
                 if accelerate
                 else "leave all but one out",
             )
-        elif not any(_scaled(m, window) for m in window.micro_steps) and not of(
+        elif not any(_scaled(m, window) for m in window.micro_steps) and not events_of(
             Rescaled, window.all_events
         ):
             yield Finding(
@@ -51,14 +51,14 @@ def _divided(loop: Loop) -> Iterator[Finding]:
             )
 
 
-def _times(micro_step: MicroStep, k: int) -> int:
+def _times(micro_step: MicroStepSeen, k: int) -> int:
     """How often the loss is divided by k. Factors count where no division does: a loss may well have 0.5 in front."""
     divisions = micro_step.backward.divisions
     plain = sum(_is(d.number, k) + 2 * _is(d.number, k * k) for d in divisions if not d.factor)
     return plain or int(any(_is(d.number, k) for d in divisions if d.factor))
 
 
-def _scaled(micro_step: MicroStep, window: Window) -> bool:
+def _scaled(micro_step: MicroStepSeen, window: Window) -> bool:
     """Whether the loss is divided by anything: by tokens, say. A GradScaler's factor is no division."""
     scaler = any(s.scaler for s in window.steps)
     return any(not (scaler and d.number <= 1) for d in micro_step.backward.divisions)
@@ -71,7 +71,7 @@ def _is(number: float, k: int) -> bool:
 def _clipped(loop: Loop) -> Iterator[Finding]:
     for window in loop.windows:
         for _, later in window.inner:
-            for clip in of(Clip, later.lead):
+            for clip in events_of(Clip, later.lead):
                 yield Finding(
                     "clip-inside-window",
                     ERROR,
@@ -96,7 +96,7 @@ def _clipped(loop: Loop) -> Iterator[Finding]:
                     "call `scaler.unscale_(optimizer)` on the line before",
                 )
     for window, events in loop.after_updates:
-        for clip in of(Clip, events):
+        for clip in events_of(Clip, events):
             yield Finding(
                 "clip-after-step",
                 ERROR,
@@ -112,7 +112,7 @@ def _zeroed(loop: Loop) -> Iterator[Finding]:
     for window in loop.windows:
         for earlier, later in window.inner:
             if _lost(earlier, later.backward.before, trained):
-                zero = of(Zero, later.lead)
+                zero = events_of(Zero, later.lead)
                 yield Finding(
                     "zeroed-inside-window",
                     ERROR,
@@ -124,7 +124,7 @@ def _zeroed(loop: Loop) -> Iterator[Finding]:
         if window.steps and _lost(
             window.last, frozenset().union(*(s.held for s in window.steps)), trained
         ):
-            zero = of(Zero, window.rest)
+            zero = events_of(Zero, window.rest)
             yield Finding(
                 "zeroed-before-step",
                 ERROR,
@@ -149,7 +149,7 @@ def _zeroed(loop: Loop) -> Iterator[Finding]:
             )
 
 
-def _lost(micro_step: MicroStep, left: frozenset[int], trained: frozenset[int]) -> bool:
+def _lost(micro_step: MicroStepSeen, left: frozenset[int], trained: frozenset[int]) -> bool:
     """Whether none is left of the gradients that were there after a micro-step."""
     there = micro_step.backward.after & trained if trained else micro_step.backward.after
     return bool(there) and not there & left
@@ -158,7 +158,7 @@ def _lost(micro_step: MicroStep, left: frozenset[int], trained: frozenset[int]) 
 def _scheduled(loop: Loop) -> Iterator[Finding]:
     for window in loop.windows:
         for _, later in window.inner:
-            for schedule in of(Schedule, later.lead):
+            for schedule in events_of(Scheduled, later.lead):
                 yield Finding(
                     "scheduler-per-micro-step",
                     ERROR,

@@ -249,7 +249,7 @@ class Watch:
         held = self._catch_up(line) if held is None else held
         self.watch(own.values())
         mine = frozenset(own)
-        self.events.append(events.Step(line, id(optimizer), mine, held & mine, scaler))
+        self.events.append(events.Stepped(line, id(optimizer), mine, held & mine, scaler))
         if not scaler:
             self._inside.append("step")
 
@@ -289,7 +289,7 @@ def watching(group: dist.ProcessGroup | None) -> Iterator[Watch]:
     """Watches what this process does in the block. group: whose collectives are counted."""
     watch = Watch(group)
     clip = watch.simple(events.Clip, "clip")
-    schedule = watch.simple(events.Schedule, "schedule")
+    schedule = watch.simple(events.Scheduled, "schedule")
     zero = watch.simple(events.Zero, "zero")
     functions: list[tuple[Any, Callable[..., Any]]] = [
         (torch.autograd.backward, watch.backward),

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
-from gradsync_fx.diagnosis.events import Backward, Event, Forward, Sent, Step
+from gradsync_fx.diagnosis.events import Backward, Event, Forward, Sent, Stepped
 
 
 E = TypeVar("E", bound=Event)
 
 
-def of(kind: type[E], events: Sequence[Event]) -> tuple[E, ...]:
+def events_of(kind: type[E], events: Sequence[Event]) -> tuple[E, ...]:
     """The events of one kind."""
     return tuple(e for e in events if isinstance(e, kind))
 
 
 @dataclass(frozen=True, slots=True)
-class MicroStep:
+class MicroStepSeen:
     """One backward. lead: all events since the backward or the update before it."""
 
     lead: tuple[Event, ...]
@@ -28,7 +28,7 @@ class MicroStep:
     @property
     def forwards(self) -> tuple[Forward, ...]:
         """Forwards of DDP modules, as DDP."""
-        return tuple(f for f in of(Forward, self.lead) if not f.bypassed)
+        return tuple(f for f in events_of(Forward, self.lead) if not f.bypassed)
 
     @property
     def reduces(self) -> bool:
@@ -48,12 +48,12 @@ class MicroStep:
 class Window:
     """rest: events after the last backward, ahead of the update. steps: none where the window is still open."""
 
-    micro_steps: tuple[MicroStep, ...]
+    micro_steps: tuple[MicroStepSeen, ...]
     rest: tuple[Event, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[Stepped, ...]
 
     @property
-    def last(self) -> MicroStep:
+    def last(self) -> MicroStepSeen:
         """The micro-step ahead of the update."""
         return self.micro_steps[-1]
 
@@ -63,7 +63,7 @@ class Window:
         return frozenset().union(*(s.parameters for s in self.steps))
 
     @property
-    def inner(self) -> Iterator[tuple[MicroStep, MicroStep]]:
+    def inner(self) -> Iterator[tuple[MicroStepSeen, MicroStepSeen]]:
         """Neighbours inside of the window: a micro-step, and the one after it."""
         return zip(self.micro_steps, self.micro_steps[1:], strict=False)
 
@@ -75,7 +75,7 @@ class Window:
     @property
     def sent_by_hand(self) -> bool:
         """Whether a reduction of gradients outside of DDP came after the last backward."""
-        return bool(of(Sent, self.rest))
+        return bool(events_of(Sent, self.rest))
 
 
 @dataclass(frozen=True)
@@ -121,19 +121,19 @@ class Loop:
 
 def windows(events: Sequence[Event]) -> tuple[Window, ...]:
     """Cuts events at the updates. Optimizers that step without a backward in between close one window together."""
-    trained = frozenset().union(*(s.parameters for s in of(Step, events)))
+    trained = frozenset().union(*(s.parameters for s in events_of(Stepped, events)))
     found: list[Window] = []
-    micro_steps: list[MicroStep] = []
+    micro_steps: list[MicroStepSeen] = []
     pending: list[Event] = []
     for event in events:
         if isinstance(event, Backward):
             if trained and not event.reached & trained:
                 continue  # of something that no optimizer here trains
-            micro_steps.append(MicroStep(tuple(pending), event))
-        elif isinstance(event, Step) and micro_steps:
+            micro_steps.append(MicroStepSeen(tuple(pending), event))
+        elif isinstance(event, Stepped) and micro_steps:
             found.append(Window(tuple(micro_steps), tuple(pending), (event,)))
             micro_steps = []
-        elif isinstance(event, Step):
+        elif isinstance(event, Stepped):
             if found:
                 last = found[-1]
                 found[-1] = Window(last.micro_steps, (*last.rest, *pending), (*last.steps, event))

@@ -28,7 +28,7 @@ Settle = Callable[[int, frozenset[str]], bool]
 
 
 class EagerCall:
-    """Answers the calls of patches.py.
+    """CallAnswers the calls of patches.py.
 
     closes: whether the window of a part ends with this call. settle: reduces what the window summed for the
     parameters of one optimizer (its number, and their names); says whether there was anything. earlier: `signs` of

@@ -22,7 +22,7 @@ from gradsync_fx._torch import tree_leaves, tree_map_only
 from gradsync_fx.capture.untouched import storage_of
 from gradsync_fx.eager.actions import Action, Done, Piece
 from gradsync_fx.eager.step import EagerStep
-from gradsync_fx.eager.storages import Held, Origin, alive, as_given, on_copies, written
+from gradsync_fx.eager.storages import Held, Origin, alive, as_given, on_copies, written_by
 from gradsync_fx.errors import CaptureError
 from gradsync_fx.user_lines import user_line
 
@@ -34,7 +34,7 @@ ITEM = torch.ops.aten._local_scalar_dense.default
 Signs = dict[Any, list[int]]
 
 
-class Call(Protocol):
+class CallInProgress(Protocol):
     """What is asked of the call in progress: `EagerCall`."""
 
     actions: list[Action]
@@ -63,7 +63,7 @@ class Count:
 class Effects:
     """Follows one call. earlier: the signs of late writes in the window's call before, by what they write."""
 
-    def __init__(self, step: EagerStep, call: Call, earlier: Signs | None) -> None:
+    def __init__(self, step: EagerStep, call: CallInProgress, earlier: Signs | None) -> None:
         self._step, self._call, self._earlier = step, call, earlier
         self.signs: Signs = {}
         self._counts: list[Count] = []
@@ -138,7 +138,7 @@ class Effects:
         if self.is_paused:
             return function(*args, **kwargs)
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        targets = written(function, args, kwargs)
+        targets = written_by(function, args, kwargs)
         origin = self._origin(given, targets, (function, args, kwargs))
         there = [t for t in targets if not self._born(t)]
         late = next((o for t in there if (o := self._late(t, origin)) is not None), None)

@@ -24,8 +24,8 @@ def following(effects: Effects | None) -> Iterator[None]:
         yield
         return
     with (
-        mock.patch.object(torch.Tensor, "grad", attribute(effects, "grad")),
-        mock.patch.object(torch.Tensor, "data", attribute(effects, "data")),
+        mock.patch.object(torch.Tensor, "grad", followed_attribute(effects, "grad")),
+        mock.patch.object(torch.Tensor, "data", followed_attribute(effects, "data")),
         _Operations(effects),
     ):
         yield
@@ -48,7 +48,7 @@ class _Operations(TorchDispatchMode):
         return self._effects.operation(func, args, kwargs or {})
 
 
-def attribute(effects: Effects, name: str) -> property:
+def followed_attribute(effects: Effects, name: str) -> property:
     """`Tensor.grad` and `Tensor.data` are attributes: no operation tells of them."""
     plain = vars(torch.Tensor.__base__)[name]
     mine = threading.get_ident()

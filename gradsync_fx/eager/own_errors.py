@@ -26,7 +26,7 @@ from gradsync_fx.capture.explained import may_be_raised
 from gradsync_fx.capture.reachable import Found, discover
 from gradsync_fx.checking.reference_window import same_random_numbers
 from gradsync_fx.comm.rank_failure import is_of_connection
-from gradsync_fx.eager.patches import watching
+from gradsync_fx.eager.patches import answering
 from gradsync_fx.errors import CaptureError, GradSyncError
 from gradsync_fx.optim.zeroing import own_among
 from gradsync_fx.user_lines import OURS, is_users
@@ -53,7 +53,7 @@ def _raised_by(function: Callable[..., Any], args: Any, kwargs: Any) -> Exceptio
     mode: Any = detect_fake_mode(tensors) or nullcontext()
     with _put_back(tensors), same_random_numbers(), mode:
         try:
-            with watching(_Nothing(), found.optimizers, own_among(found.modules), names):
+            with answering(_Nothing(), found.optimizers, own_among(found.modules), names):
                 function(*args, **kwargs)
         except (torch.OutOfMemoryError, GradSyncError):
             return None
@@ -97,7 +97,7 @@ def _put_back(tensors: list[torch.Tensor]) -> Iterator[None]:
 
 
 class _Nothing:
-    """Answers the calls of patches.py: gradients are made, clipped and dropped."""
+    """CallAnswers the calls of patches.py: gradients are made, clipped and dropped."""
 
     def paused(self) -> AbstractContextManager[None]:
         return nullcontext()

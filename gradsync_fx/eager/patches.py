@@ -36,7 +36,7 @@ from gradsync_fx.optim.zeroing import NAME, is_own, method_of
 from gradsync_fx.threads import EAGER_CALLS, in_this_thread
 
 
-class Answers(Protocol):
+class CallAnswers(Protocol):
     """Who answers the calls: `EagerCall`."""
 
     def paused(self) -> AbstractContextManager[None]: ...
@@ -53,8 +53,8 @@ class Answers(Protocol):
 
 
 @contextmanager
-def watching(
-    answers: Answers,
+def answering(
+    answers: CallAnswers,
     optimizers: Sequence[Optimizer],
     modules: Sequence[nn.Module],
     names: dict[str, Any],
@@ -167,7 +167,7 @@ def _bound(answer: Callable[..., Any], owner: Any) -> Callable[..., Any]:
     return lambda run, *args, **kwargs: answer(run, owner, *args, **kwargs)
 
 
-def _scaler(answers: Answers, name: str) -> Callable[..., Any]:
+def _scaler(answers: CallAnswers, name: str) -> Callable[..., Any]:
     def answer(run: Any, owner: GradScaler, *args: Any, **kwargs: Any) -> Any:
         answers.scaler(owner, name)
         if name == "scale":

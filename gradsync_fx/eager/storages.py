@@ -52,7 +52,7 @@ def alive(tensor: torch.Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())
 
 
-def written(function: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+def written_by(function: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     schema = getattr(function, "_schema", None)
     if getattr(function, "namespace", "") == "c10d":  # whose schemas do not tell
         return [t for t in tree_leaves(args[0]) if isinstance(t, torch.Tensor)]

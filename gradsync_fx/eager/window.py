@@ -15,7 +15,7 @@ from gradsync_fx.comm.collectives import OwnCollectives
 from gradsync_fx.comm.rendezvous import ACCUMULATE, BOUNDARY, Meeting
 from gradsync_fx.eager.call import EagerCall
 from gradsync_fx.eager.following import following
-from gradsync_fx.eager.patches import watching
+from gradsync_fx.eager.patches import answering
 from gradsync_fx.eager.step import EagerStep
 from gradsync_fx.errors import CaptureError, NoOptimizerError
 from gradsync_fx.runtime.ending import Closed
@@ -131,7 +131,7 @@ class _MicroStep:
         """The user's function, and then what belongs after it."""
         executor, step, call = self._executor, self._step, self._call
         with (
-            watching(call, step.objects.optimizers, step.clearing, names),
+            answering(call, step.objects.optimizers, step.clearing, names),
             self._own_collectives(function),
             following(call.effects),
         ):

@@ -31,7 +31,7 @@ from gradsync_fx.comm.inplace_all_reduce import START_SUMS
 from gradsync_fx.gc_off import gc_off
 from gradsync_fx.ir.program import Program, output_values
 from gradsync_fx.lowering.compile_lock import compile_once
-from gradsync_fx.options import LEVERS, Options
+from gradsync_fx.options import OPTIMIZATIONS, Options
 from gradsync_fx.passes.check_lowered import Behind, check_lowered
 from gradsync_fx.passes.fuse import add_products, norms_as_sums, numbers_as_tensors, write_early
 from gradsync_fx.passes.inline import copy_module, inline_bodies
@@ -102,18 +102,18 @@ class Rewritten:
         return Behind(None if isinstance(call, Wait) else self.updates[call.kernel], positions)
 
 
-def rewrite(program: Program, fake_mode: Any, levers: Collection[str]) -> Rewritten:
+def rewrite(program: Program, fake_mode: Any, optimizations: Collection[str]) -> Rewritten:
     """All rewrites of the graph on its way to Inductor, in their order; the program itself stays readable."""
     module = copy_module(program.module)
     if gradient_reductions(module):
-        if "overlap" in levers:
+        if "overlap" in optimizations:
             wait_late(module)
-        if "in_place" in levers:
+        if "in_place" in optimizations:
             reduce_in_place(module, fake_mode)
-    cut = cut_updates(module) if "updates" in levers else Cut()
+    cut = cut_updates(module) if "updates" in optimizations else Cut()
     inline_bodies(module, fake_mode)
     norms_as_sums(module, fake_mode)
-    if "products" in levers:
+    if "products" in optimizations:
         add_products(module, fake_mode)
     write_early(module)
     numbers_as_tensors(module, fake_mode)
@@ -125,21 +125,21 @@ def rewrite(program: Program, fake_mode: Any, levers: Collection[str]) -> Rewrit
 
 def _inductor(program: Program, fake_mode: Any, options: Options) -> Compiled:
     patches = _patches(options)
-    levers = set(LEVERS).difference(options.without)
-    if "overlap" in levers and gradient_reductions(program.module):
+    optimizations = set(OPTIMIZATIONS).difference(options.without)
+    if "overlap" in optimizations and gradient_reductions(program.module):
         # Inductor's own order of least memory starts all-reduces late.
         patches.setdefault("reorder_for_peak_memory", False)
     if all(v.device.type == "cpu" for v in program.inputs() if isinstance(v, torch.Tensor)):
         # Turning convolutions to channels last is for GPUs: on a CPU it costs more than they do.
         patches.setdefault("layout_optimization", False)
     with gc_off():
-        rewritten = rewrite(program, fake_mode, levers)
+        rewritten = rewrite(program, fake_mode, optimizations)
         rewritten.check(program)
     cut = rewritten.cut
 
     def compiled(module: GraphModule, inputs: list[Any], fake_mode: Any) -> Compiled:
         module.recompile()  # Inductor's cache knows a module by its code
-        shared = "shared_compile" in levers
+        shared = "shared_compile" in optimizations
         spare = copy_module(module)  # Inductor changes what it compiles
         try:
             return _compiled(module, inputs, fake_mode, patches, shared)

@@ -39,7 +39,7 @@ class Ending:
 
     def totals(self, *, ready: bool, weighs: bool) -> tuple[list[float], list[int]]:
         """Asks all ranks: what their terms weigh together, by part; and which ranks are not ready to update."""
-        mine = weights_of(self.after, self.accumulators, weighs=weighs)
+        mine = weights_summed(self.after, self.accumulators, weighs=weighs)
         rows = self.line.gather([float(ready), *mine])
         late = [rank for rank, row in enumerate(rows) if not row[0]]
         return totals_of(row[1:] for row in rows), late
@@ -58,7 +58,7 @@ class Closed:
     rest: Callable[[], Closed] | None = None
 
 
-def weights_of(
+def weights_summed(
     window: WindowState, accumulators: Accumulators, *, weighs: bool
 ) -> tuple[float, ...]:
     """What this rank's terms weigh, by part: their number, or (weighs) what the programs added up."""

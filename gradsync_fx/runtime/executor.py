@@ -31,7 +31,7 @@ from gradsync_fx.planning.setting import Setting, shared_options
 from gradsync_fx.runtime.accumulators import Accumulators
 from gradsync_fx.runtime.capture_cache import Catalogue
 from gradsync_fx.runtime.consistency import Integrity
-from gradsync_fx.runtime.ending import Closed, Ending, weights_of
+from gradsync_fx.runtime.ending import Closed, Ending, weights_summed
 from gradsync_fx.runtime.module_buffers import ModuleBuffers
 from gradsync_fx.runtime.protocol import StepProtocol
 from gradsync_fx.runtime.window import NONE, WindowState
@@ -158,7 +158,7 @@ class Executor:
             bound=step.collectives.bound(closes=bool(closing)) if runs else 0,
             fed=max(part.summed for part in after.parts),
             buffers=self.buffers.number(),
-            weights=weights_of(after, self.accumulators, weighs=step.weighs),
+            weights=weights_summed(after, self.accumulators, weighs=step.weighs),
         )
         with self.integrity.among_ranks(alone=self._line.group is None):
             self.drift.compare(self._line)

@@ -19,7 +19,7 @@ from gradsync_fx.runtime.program_cache import CompiledProgram, ProgramCache
 
 
 _HELD = frozenset((Kind.STATE, Kind.SCALAR))
-Held = dict[tuple[Kind, Any], torch.Tensor]
+HeldTensors = dict[tuple[Kind, Any], torch.Tensor]
 
 
 class ProgramRunner:
@@ -58,9 +58,9 @@ class ProgramRunner:
         self._commit(compiled, results)
         return results
 
-    def _held(self, compiled: CompiledProgram, divisors: Divisors) -> Held:
+    def _held(self, compiled: CompiledProgram, divisors: Divisors) -> HeldTensors:
         """Divisors of the window, and what the optimizers hold."""
-        held: Held = {
+        held: HeldTensors = {
             (Kind.SCALAR, ("divisor", *which)): torch.tensor(value, dtype=torch.float64)
             for which, value in divisors.items()
         }
@@ -72,7 +72,7 @@ class ProgramRunner:
                 held[Kind.SCALAR, (key, i)] = scalar
         return held
 
-    def _inputs(self, program: Program, args: list[Any], held: Held) -> list[Any]:
+    def _inputs(self, program: Program, args: list[Any], held: HeldTensors) -> list[Any]:
         owned: dict[Kind, Any] = {
             Kind.ACCUMULATOR: self._programs.plan.accumulators,
             Kind.WEIGHT: self._programs.plan.weights,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import gradsync_fx
-from gradsync_fx.cli.diff import codes, input_names, readable
+from gradsync_fx.cli.diff import codes, input_names, readable_code
 from gradsync_fx.cli.fold import ADDED, CONTEXT, FOLDED, REMOVED, SAME, SHOWN, Row, folded
 from tests.drive import plain_step
 from tests.models import mlp
@@ -93,7 +93,7 @@ def test_a_deep_model_fits_on_some_screens_with_its_all_reduce() -> None:
         plain_step, deep, optimizer, *data, gradient_accumulation_steps=2, world_size=2
     )
     names = input_names(report)
-    left, right = (readable(code, names).splitlines() for code in codes(report).values())
+    left, right = (readable_code(code, names).splitlines() for code in codes(report).values())
     assert len(left) + len(right) > 1000
     rows = folded(left, right)
     assert len(rows) < 100

@@ -22,9 +22,9 @@ from typer.testing import CliRunner, Result
 import gradsync_fx
 from gradsync_fx.cli import doctor, outputs
 from gradsync_fx.cli.arguments import EXAMPLES
-from gradsync_fx.cli.diff import readable, to_sides
+from gradsync_fx.cli.diff import readable_code, to_sides
 from gradsync_fx.cli.main import app
-from gradsync_fx.cli.problems import Problem, plain
+from gradsync_fx.cli.problems import Problem, printable
 from gradsync_fx.cli.subprocess_job import limited
 
 
@@ -425,7 +425,7 @@ def test_sides_fit_their_columns(report: Any) -> None:
 
 def test_readable() -> None:
     code = "\n\ndef forward(self, a, arg0_1):\n    b = torch.ops.aten.t.default(arg0_1);  arg0_1 = a = None\n"
-    assert readable(code, {"arg0_1": "parameter_w"}) == (
+    assert readable_code(code, {"arg0_1": "parameter_w"}) == (
         "def forward(1 parameter, 1 other input):\n    b = aten.t.default(parameter_w)"
     )
 
@@ -511,7 +511,7 @@ def test_version() -> None:
 
 
 def test_plain() -> None:
-    assert plain("a\x1b[2Jé\n\x00") == "a\\x1b[2Jé\n\\x00"
+    assert printable("a\x1b[2Jé\n\x00") == "a\\x1b[2Jé\n\\x00"
 
 
 def test_stdout_is_for_the_result_alone(steps: Path) -> None:

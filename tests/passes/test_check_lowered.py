@@ -19,7 +19,7 @@ from gradsync_fx.ir.ops import WAIT as WAIT_TENSOR
 from gradsync_fx.ir.program import Kind, Program
 from gradsync_fx.lowering.lower import Rewritten, rewrite
 from gradsync_fx.optimized_step import OptimizedStep
-from gradsync_fx.options import LEVERS, Options
+from gradsync_fx.options import OPTIMIZATIONS, Options
 from gradsync_fx.passes.fuse import ADD_PRODUCT
 from gradsync_fx.passes.pointwise_updates import KernelCall, Value, Wait
 from tests.drive import plain_step
@@ -51,7 +51,7 @@ class Lowered:
         step: Callable[..., Any] = plain_step,
         *,
         closing: frozenset[int] = frozenset({0}),
-        levers: tuple[str, ...] = LEVERS,
+        optimizations: tuple[str, ...] = OPTIMIZATIONS,
         tail: bool = False,
         **options: Any,
     ) -> None:
@@ -63,7 +63,9 @@ class Lowered:
         planned.capture(model, optimizer, torch.randn(4, 128), torch.randn(4, 128))
         (captured,) = planned._executor.catalogue.captures
         self.program: Program = captured.programs.build(closing, tail=tail)
-        self.rewritten: Rewritten = rewrite(self.program, captured.facts.capture.fake_mode, levers)
+        self.rewritten: Rewritten = rewrite(
+            self.program, captured.facts.capture.fake_mode, optimizations
+        )
         self.check()
 
     @property
@@ -96,19 +98,19 @@ MAIN_ONLY = ("overlap", "in_place", "products")
 
 @pytest.mark.parametrize("reduction", ["mean", "weighted"])
 @pytest.mark.parametrize("sync_each_batch", [False, True])
-@pytest.mark.parametrize("without", [None, *LEVERS])
+@pytest.mark.parametrize("without", [None, *OPTIMIZATIONS])
 def test_what_is_lowered_today_is_the_program(
     reduction: str, sync_each_batch: bool, without: str | None
 ) -> None:
     step = weighted_step if reduction == "weighted" else clipped_step
-    levers = tuple(lever for lever in LEVERS if lever != without)
+    optimizations = tuple(optimization for optimization in OPTIMIZATIONS if optimization != without)
     options = {"reduction": reduction, "sync_each_batch": sync_each_batch}
     for closing, tail in (
         (frozenset[int](), False),
         (frozenset({0}), False),
         (frozenset({0}), True),
     ):
-        Lowered(step, closing=closing, tail=tail, levers=levers, **options)
+        Lowered(step, closing=closing, tail=tail, optimizations=optimizations, **options)
 
 
 def test_a_weight_read_by_an_update_behind_its_reset() -> None:
@@ -173,10 +175,10 @@ def test_a_sum_that_is_reset_ahead_of_its_update() -> None:
     lowered.refused("parameter", "filled(0.0)")
 
 
-@pytest.mark.parametrize("levers", [(), LEVERS])
-def test_a_term_that_is_not_added(levers: tuple[str, ...]) -> None:
-    lowered = Lowered(closing=frozenset(), levers=levers)
-    target = ADD_PRODUCT if "products" in levers else _aten.copy_.default
+@pytest.mark.parametrize("optimizations", [(), OPTIMIZATIONS])
+def test_a_term_that_is_not_added(optimizations: tuple[str, ...]) -> None:
+    lowered = Lowered(closing=frozenset(), optimizations=optimizations)
+    target = ADD_PRODUCT if "products" in optimizations else _aten.copy_.default
     lowered.graph.erase_node(lowered.found(target)[0])
     lowered.refused("accumulator", "ends as input(")
 
@@ -190,7 +192,7 @@ def test_a_term_that_is_added_twice() -> None:
 
 
 def test_a_bucket_that_stays_at_home() -> None:
-    lowered = Lowered(levers=MAIN_ONLY)
+    lowered = Lowered(optimizations=MAIN_ONLY)
     lowered.graph.erase_node(lowered.found(START_SUMS)[0])
     lowered.graph.erase_node(lowered.found(WAIT_SUMS)[0])
     lowered.refused("parameter")
@@ -203,7 +205,7 @@ def test_a_bucket_reduced_otherwise() -> None:
 
 
 def test_a_collective_read_ahead_of_its_wait() -> None:
-    lowered = Lowered(levers=())
+    lowered = Lowered(optimizations=())
     started, waited = lowered.found(ALL_REDUCE)[0], lowered.found(WAIT_TENSOR)[0]
     waited.replace_all_uses_with(started)
     waited.update_arg(0, started)
@@ -212,7 +214,7 @@ def test_a_collective_read_ahead_of_its_wait() -> None:
 
 
 def test_a_parameter_written_ahead_of_the_forward() -> None:
-    lowered = Lowered(levers=MAIN_ONLY)
+    lowered = Lowered(optimizations=MAIN_ONLY)
     parameter = lowered.holders(Kind.PARAMETER)[0]
     write = next(u for u in parameter.users if u.target is _aten.copy_.default)
     first = next(n for n in lowered.graph.nodes if n.op != "placeholder")
