@@ -1,7 +1,7 @@
-"""Whose code it is: torch's, ours, a library's or the user's, and the user's line that is at work.
+"""Finds the user's line for messages: whose code a frame is (torch's, ours, a library's, the user's).
 
-Every message names the nearest line of the user's own code, below torch, us and the libraries that call both in the
-user's name.
+Every message names the nearest line of the user's own code, below frames of torch, of this package and of libraries
+that call both for the user.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ def _folder(file: str | None) -> str:
 
 
 TORCHS, OURS = _folder(torch.__file__), _folder(__file__)
-# Of frozen modules, and of graphs that torch made Python functions of.
-_OF_NOBODY = ("<frozen", "<eval_with_key")
+# File names of frozen modules, and of functions that torch generates from graphs.
+_GENERATED = ("<frozen", "<eval_with_key")
 _STANDARD = _folder(os.__file__)
 _INSTALLED = tuple({sysconfig.get_path(key) for key in ("stdlib", "purelib", "platlib")})
-# They call training code or torch in the user's name, so a line of theirs tells the user nothing.
+# They call training code or torch for the user, so a line of theirs tells the user nothing.
 _WRAPPERS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
 NOWHERE = "a line that torch did not record"
 
 
 def is_library(file: str | None) -> bool:
     """Whether a source file belongs to torch, to us, to the standard library or to anything that is installed."""
-    return file is None or file.startswith((*_OF_NOBODY, TORCHS, OURS, *_INSTALLED))
+    return file is None or file.startswith((*_GENERATED, TORCHS, OURS, *_INSTALLED))
 
 
 def is_users(file: str) -> bool:
     """Whether a line of this file tells the user something: it is the user's, or of a model library, say."""
-    if file.startswith((*_OF_NOBODY, TORCHS, OURS)):
+    if file.startswith((*_GENERATED, TORCHS, OURS)):
         return False
     _, installed, path = file.rpartition(f"{os.sep}site-packages{os.sep}")
     if installed:
@@ -55,13 +55,13 @@ def user_line() -> str:
     return f"{file}:{last.f_lineno}" if is_users(file) else NOWHERE
 
 
-def users_among(places: Iterable[tuple[str, int | str]]) -> str | None:
-    """`file:line` of the last of these places, outermost first, that is the user's; None where none is."""
-    own = [f"{file}:{line}" for file, line in places if is_users(file)]
+def users_among(lines: Iterable[tuple[str, int | str]]) -> str | None:
+    """`file:line` of the last of these lines, outermost first, that is the user's; None where none is."""
+    own = [f"{file}:{line}" for file, line in lines if is_users(file)]
     return own[-1] if own else None
 
 
-def places_in(text: str) -> list[tuple[str, str]]:
+def lines_in(text: str) -> list[tuple[str, str]]:
     """File and line of each entry of a printed stack, outermost first."""
     found: list[tuple[str, str]] = re.findall(r'File "([^"]+)", line (\d+)', text)
     return found

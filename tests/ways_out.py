@@ -29,7 +29,7 @@ WAYS_OUT: dict[str, str | Untried] = {
     ),
     "runtime/accumulators.py:Accumulators.check_trainable change it at a boundary,": WINDOWS
     + "a_change_of_requires_grad",
-    "capture/handlers.py:_check_groups set group['lr'] ahead of": STEPS
+    "capture/handlers.py:_check_groups set group['lr'] before t": STEPS
     + "hyper_parameters_are_set_ahead_or_by_a_scheduler",
     "capture/handlers.py:_weigh add the weights up first": STEPS
     + "weights_are_added_up_and_are_one_number",
@@ -174,7 +174,7 @@ WAYS_OUT: dict[str, str | Untried] = {
         Untried("the loss of an overridden compute_loss is the model's to any trace")
     ),
     "runtime/consistency.py:_void": "tests/test_faults.py::test_half_an_accumulate_call",
-    "capture/deferred_calls.py:_let_wait write it so that it can": STEPS
+    "capture/deferred_calls.py:_defer write it so that it can": STEPS
     + "a_helper_is_traced_or_called_outside",
     "comm/rank_failure.py:lost see whether a rank was k": (
         "tests/test_ranks_groups.py::test_torchrun_restarts_from_a_checkpoint"

@@ -1,4 +1,4 @@
-"""One spelling for what later stages match: functional copies, and scaling of many tensors at once."""
+"""Canonicalization: one spelling for what later passes match (functional copies, scaling of tensor lists)."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _OF_LISTS = {
 
 
 def canonicalize(module: GraphModule) -> None:
-    """Rewrites, in place, without another value anywhere:
+    """Rewrites the graph in place; no value changes:
 
     copy(a, b)                   -> b               where shape, dtype and device agree (functionalised in-place
                                                     writes: `dist.all_reduce(grad)`), unless b is an input that is
-                                                    written: whoever reads it then may read it behind that write
+                                                    written: a use might then read it after that write
     all_gather(number)           -> all_gather(unsqueeze(number, 0))        gloo gathers nothing without dimensions
     foreach_mul([a, b], c)[i]    -> mul(a, c)       a gradient's scaling depends on the one gradient that it scales
     """

@@ -1,15 +1,15 @@
-"""Activation checkpointing: what a checkpointed region made is computed again where backward reads it.
+"""Rematerialization of checkpointed regions: their values are computed again where backward reads them.
 
 forward    a = f(x)   b = g(a)   c = h(b)          a, b inside of `checkpoint`, c its output
 backward   reads a, b                              a', b' = f(x), g(a) again, right before their first reader
 
-torch tags the nodes of a region while it traces; `rematerialize` acts on the tags. It stands in for torch's own pass
-for graphs that hold forward and backward, which knows one backward only and no random ops. Values that stay as they
-are, because they are alive anyway or must not be made twice:
+torch tags the nodes of a region while it traces; `rematerialize` acts on the tags. It replaces torch's own pass for
+graphs of forward and backward, which handles one backward only and no random ops. Values that are kept, because they
+are live anyway or must not be made twice:
 
-leaving      an output of the region; eager keeps it as well, as the input of what reads it
-random       the op that draws, and a narrower value that comes from it alone (the mask of a dropout): every reader
-             sees the numbers that were drawn once
+leaving      an output of the region; eager keeps it as well, for its uses outside
+random       the op that draws, and a narrower value that comes from it alone (the mask of a dropout): all uses
+             see the numbers that were drawn once
 effects      collectives, asserts, numbers read by the host
 policy       whatever a selective policy saves
 """
@@ -47,7 +47,7 @@ def torch_pass_off() -> AbstractContextManager[Any]:
 def refuse_reentrant(module: GraphModule) -> None:
     """Raises `CaptureError` for a checkpoint of the reentrant kind in Dynamo's graph, nested ones included.
 
-    That kind gives a region no gradient when none of its inputs requires one; torch traces it as the other kind.
+    The reentrant kind gives a region no gradient when no input requires one; torch would trace it as the other kind.
     """
     for inner in module.modules():
         if not isinstance(inner, GraphModule):
@@ -64,7 +64,7 @@ def refuse_reentrant(module: GraphModule) -> None:
 
 
 def rematerialize(module: GraphModule) -> None:
-    """Lets each backward read values that are computed again for it. Forward nodes may end up without readers."""
+    """Replaces the uses in each backward by copies that are computed there. Forward nodes may end up without uses."""
     again = _computed_again(module)
     order = {node: i for i, node in enumerate(module.graph.nodes)}
     copies: dict[Node, Node] = {}

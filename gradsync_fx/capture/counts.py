@@ -1,8 +1,8 @@
-"""Python numbers that a step changes, `self.count += 1`: whether they change in every call, or with an update.
+"""Python numbers that a step changes (`self.count += 1`): set in every call, or only with an update.
 
-A number is a symbol of the trace from its first value on, so that the graph shows what it feeds. One that feeds an
-update, or what follows from one (the decay of an average), and no other tensor, is set when there is an update; any
-other (a counter of calls) is set in every call. Which it is, the finished graph says (with_updates.py).
+Each is a symbol of the trace, so that the graph shows its uses. A number that reaches only updates and what depends on
+them (the decay of an average) is set when there is an update; any other (a counter of calls) is set in every call. The
+finished graph decides (with_updates.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ from gradsync_fx.errors import CaptureError
 
 @dataclass(frozen=True, slots=True)
 class FollowedNumber:
-    """A number of a capture. with_update: whether it changes with an update. settable: whether we can see to that."""
+    """A number that a captured step changes.
+
+    with_update: only with an update. settable: whether it is an attribute, which we can set later than the step does.
+    """
 
     name: str
     line: str
@@ -56,7 +59,7 @@ class FollowedNumber:
 
 
 def set_number(owner: Any, name: str, value: Any, index: int) -> None:
-    """What Dynamo's code calls behind the program, in place of the assignment that it would make itself."""
+    """What Dynamo's code calls after the program, in place of the assignment that it would make itself."""
     now = runs()
     if now is None or not now.capture.numbers[index].with_update:
         setattr(owner, name, value)
@@ -65,7 +68,7 @@ def set_number(owner: Any, name: str, value: Any, index: int) -> None:
 
 
 def keep_numbers(tx: Any) -> None:
-    """At the end of a trace: notes the numbers that the step changes, and sees to those of objects itself.
+    """At the end of a trace: records the numbers that the step changes, and takes over those that are attributes.
 
     A number that was a constant of this trace becomes a symbol of the next.
     """
@@ -87,7 +90,7 @@ def keep_numbers(tx: Any) -> None:
 
 
 def _of_objects(tx: Any) -> Iterator[tuple[str, Any, Any, Callable[[int], None] | None]]:
-    """Source, value, variable of the new value, and what takes the assignment over."""
+    """Source, old value, variable of the new value, and what takes the assignment over."""
     for owner, attributes in list(tx.output.side_effects.store_attr_mutations.items()):
         source = getattr(owner, "source", None)
         for name, new in list(attributes.items()):

@@ -1,14 +1,14 @@
-"""Calls in a step that compute nothing for it: they wait until its program has run, with the values that it gives.
+"""Calls in a step that compute nothing for it: they run after its program, with the values that it gives.
 
-print, loggers     at once, wherever they stand
-list.append        at once, on a list from outside that the step does not read: Dynamo guards on what it looks at, and
-                   would trace a step anew for each length of its list of losses
-any other call     when it cannot be traced, nobody uses its result, and it reaches nothing that the step is made of
-                   (left_out.py; a progress bar, a writer, a metric): the trace starts over and puts it behind the
-                   program, where it is watched (untouched.py); else it is refused with its line
+print, loggers     deferred as soon as they are met
+list.append        deferred as soon as it is met, on an outer list that the step does not read: Dynamo would
+                   guard on the list, and trace the step again for each of its lengths
+any other call     deferred where it cannot be traced, its result is unused, and it reaches nothing that the step is
+                   made of (left_out.py; a progress bar, a writer, a metric): the trace starts over and puts it after
+                   the program, where it is watched (untouched.py). Refused with its line otherwise
 clocks             give NaN: a step is one program, and no time passes between two of its lines
 
-A call behind the program runs once per call of the step, in the order of the lines.
+A deferred call runs once per call of the step, in the order of the lines.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _CLOCKS = frozenset(
 def run_deferred(
     function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], watched: str = ""
 ) -> None:
-    """What Dynamo's code calls after the program: one call that waited. watched: its name and line, if it is."""
+    """One deferred call, made by Dynamo's code after the program. watched: its name and line, where it is watched."""
     if watched:
         run_watched(function, args, kwargs, watched)
     else:
@@ -78,7 +78,7 @@ def run_deferred(
 
 
 class _Ours(VariableTracker):
-    """A function of a module of ours itself, for Dynamo's code."""
+    """A variable for a function of this package, by its module and name, for Dynamo's code."""
 
     def __init__(self, name: str, module: str = __name__, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -89,7 +89,7 @@ class _Ours(VariableTracker):
 
 
 def call_after_program(tx: Any, function: Any, arguments: list[Any]) -> None:
-    """Has Dynamo's code call a function of ours when the program has run."""
+    """Has Dynamo's code call a function of this package after the program."""
     ours = _Ours(function.__name__, function.__module__)
     tx.output.root_tx.debug_locals.append((ours, arguments))
 
@@ -97,25 +97,25 @@ def call_after_program(tx: Any, function: Any, arguments: list[Any]) -> None:
 def put_after_program(
     tx: Any, function: Any, args: Any, kwargs: Any, name: str, *, watched: bool = False
 ) -> Any:
-    """Has Dynamo's code call `function` when the program has run. What it is given carries no gradient."""
-    place = f"{name} at {line_of(tx)}"
+    """Has Dynamo's code call `function` after the program, with detached arguments."""
+    where = f"{name} at {line_of(tx)}"
     given = [_detached(tx, a) for a in args]
     named = {const(key): _detached(tx, value) for key, value in kwargs.items()}
     call = [function, TupleVariable(given), ConstDictVariable(named)]
     if watched:
-        call.append(const(place))
+        call.append(const(where))
     call_after_program(tx, run_deferred, call)
-    observed().in_graph(tx.output).moved.append(f"{place}: after the program")
+    observed().in_graph(tx.output).moved.append(f"{where}: after the program")
     return const(None)
 
 
 def log_to(logger: str, method: str, *args: Any, **kwargs: Any) -> None:
-    """What a logger that the step looked up by its name is told."""
+    """Calls a logger that the step looked up by its name."""
     getattr(logging.getLogger(logger), method)(*args, **kwargs)
 
 
 def give(tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """What `backward` does with the gradient of a leaf; None where the step dropped it."""
+    """Accumulates a gradient into `.grad`, as `backward` does for a leaf; None where the step dropped it."""
     if gradient is None or tensor.grad is None:
         tensor.grad = gradient
     else:
@@ -123,7 +123,7 @@ def give(tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
 
 
 def give_after_program(tx: Any, tensor: Any, gradient: Any) -> None:
-    """An input's own gradient goes onto it when the program has run."""
+    """Has an input's own gradient accumulated into its `.grad` after the program."""
     call_after_program(tx, give, [tensor, gradient])
 
 
@@ -144,7 +144,7 @@ def debugging_call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
 
 
 class _Method(VariableTracker):
-    """A method of an object from outside of the step; whenever it is called, the call waits."""
+    """A method of an object from outside of the step; its calls are deferred."""
 
     def __init__(self, owner: Any, name: str, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -192,7 +192,7 @@ def format_traced(self: Any, spec: Any, flags: int) -> None:
 
 
 def _lists_read(seen: Observed) -> frozenset[int]:
-    """Lists (by id) that the trace appended to as if it did not know them, and met elsewhere in the step."""
+    """Lists (by id) whose appends were deferred, and that the trace also met elsewhere in the step."""
     met = seen.graph.side_effects.id_to_variable if seen.appended else {}
     return frozenset(id(items) for items in seen.appended if id(items) in met)
 
@@ -204,7 +204,7 @@ def check_appended(tx: Any) -> None:
 
 
 def call_function(self: Any, fn: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
-    """`InstructionTranslatorBase.call_function` while a step is traced: every call of the step comes by here."""
+    """`InstructionTranslatorBase.call_function` while a step is traced: every call of the step passes here."""
     seen, fn = observed(), fn.realize()
     clock: Any = getattr(fn, "value", None)
     if getattr(clock, "__module__", None) == "time" and clock in _CLOCKS:
@@ -226,11 +226,11 @@ def call_function(self: Any, fn: Any, args: list[Any], kwargs: dict[str, Any]) -
         _plain_call(self, fn, args, kwargs)
     except Exception as failure:
         seen.read_lists |= _lists_read(seen)
-        # The outermost such call wins: a part of a progress bar's update is no better than all of it.
+        # The outermost such call is deferred last, and so wins: a part of a progress bar's update is not enough.
         # Dynamo warns of calls that it does not know, too; where warnings are errors, that is what stops it.
         stopped = isinstance(failure, Unsupported | Warning) and seen.answered == answered
         if stopped and result_unused(self):
-            _let_wait(self, site, fn, args, kwargs)
+            _defer(self, site, fn, args, kwargs)
         raise
 
 
@@ -264,8 +264,8 @@ def result_unused(tx: Any) -> bool:
     return bool(tx.instructions[tx.instruction_pointer].opname == "POP_TOP")
 
 
-def _let_wait(tx: Any, site: CallSite, fn: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
-    """Has the next trace put this call behind the program, or refuses it for what it may touch."""
+def _defer(tx: Any, site: CallSite, fn: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
+    """Has the next trace put this call after the program, or refuses it for what it may touch."""
     seen = observed()
     function = function_of(fn)
     if getattr(function, "__module__", "") == dist.distributed_c10d.__name__:

@@ -1,4 +1,4 @@
-"""torch's reason for a trace that failed, in the form of this package's errors, with the user's line."""
+"""Translates torch's errors of a failed trace into this package's, with the user's line."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 from gradsync_fx._torch import TorchDynamoException, TorchRuntimeError
 from gradsync_fx.errors import CaptureError, GradSyncError
-from gradsync_fx.user_lines import places_in, users_among
+from gradsync_fx.user_lines import lines_in, users_among
 
 
 def explained(failure: BaseException, function: Callable[..., Any]) -> GradSyncError:
-    """The error of ours inside torch's, or torch's reason in our form with the user's line."""
+    """This package's error inside torch's, or else a `CaptureError` made of torch's reason and the user's line."""
     cause: BaseException | None = failure
     while cause is not None:
         if isinstance(cause, GradSyncError):
@@ -24,7 +24,7 @@ def explained(failure: BaseException, function: Callable[..., Any]) -> GradSyncE
     raised = next((line.partition("raised exception")[2] for line in lines if _RAISED in line), "")
     reason = f"the step raises: {raised.strip()}" if raised else explanation
     return CaptureError(
-        f"graph break at {_user_place(str(failure), function)}",
+        f"graph break at {_culprit(str(failure), function)}",
         seen=f"{seen} ({reason})" if reason and reason != seen else seen,
         wanted="a step that is traced whole",
         # torch's own hints are for its compiler's graph breaks, and lead nowhere here.
@@ -35,14 +35,14 @@ def explained(failure: BaseException, function: Callable[..., Any]) -> GradSyncE
 _RAISED, _EXPLAINS = "raised exception", "Explanation"
 
 
-def _user_place(text: str, function: Callable[..., Any]) -> str:
+def _culprit(text: str, function: Callable[..., Any]) -> str:
     """The last line of the user's own that torch's report of a failed trace names."""
     code = getattr(function, "__code__", None)
-    own = users_among(places_in(text))
+    own = users_among(lines_in(text))
     return own or (f"{code.co_filename}:{code.co_firstlineno}" if code else "the step")
 
 
-# Reasons of Dynamo's behind which the step's own exception may stand: what it raises by itself, in all likelihood.
+# Dynamo's reasons that may hide an exception of the step itself, raised in eager PyTorch as well.
 _RAISING = (
     "Attempted to read undefined local variable",
     "Data-dependent assertion failed",
@@ -66,5 +66,5 @@ def may_be_raised(failure: TorchDynamoException) -> bool:
         getattr(failure, "gb_type", None) or ""
     ).startswith(_RAISING):
         return True
-    lines = [linecache.getline(file, int(line)).lstrip() for file, line in places_in(str(failure))]
+    lines = [linecache.getline(file, int(line)).lstrip() for file, line in lines_in(str(failure))]
     return any(line.startswith(("raise ", "assert ")) for line in lines)

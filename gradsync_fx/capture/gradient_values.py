@@ -1,7 +1,7 @@
 """`p.grad = g` with a gradient that is a value: of torch.func, torch.autograd.grad, or made by hand.
 
-It is a gradient like one of `backward()`: a marker stands where it is assigned, and what is assigned again (scaled,
-projected, clipped) from a gradient that has its marker is what the step does with the window's gradient.
+It counts like one of `backward()`: a marker stands where it is assigned. A value that is made of a marked gradient
+(scaled, projected, clipped) and assigned again gets none: it is what the step does with the window's gradient.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _plain_store_attr = SideEffects.store_attr
 
 
 def store_attr(self: Any, item: Any, name: str, value: Any, *kind: Any) -> None:
-    """How Dynamo notes an attribute that is set, while a step is traced."""
+    """`SideEffects.store_attr` while a step is traced: an attribute is set."""
     if name == "grad" and isinstance(item, TensorVariable) and isinstance(value, TensorVariable):
         value = _marked(InstructionTranslator.current_tx(), item, value)
     elif getattr(item, "source", None) is not None:
@@ -56,7 +56,7 @@ def _marked(tx: Any, item: Any, value: Any) -> Any:
 
 
 def check_assigned(tx: Any) -> None:
-    """Refuses a step that changes a gradient in place under another name, behind its assignment."""
+    """Refuses a step that changes a gradient in place under another name after its assignment."""
     for value, version, line in observed().assigned:
         if _version(value) != version:
             refuse(

@@ -1,4 +1,4 @@
-"""What a trace does at the calls that make a training step, in place of what torch would trace.
+"""Handlers: what a trace puts in place of the calls that make a training step.
 
 loss.backward()         torch.autograd.grad over the leaves, then one `leaf_grad` marker each; `.grad` starts as None
 optimizer.step()        one `update` marker; the optimizer's own code is traced apart (trace.py)
@@ -9,7 +9,7 @@ GradScaler              refused by name; nothing, where it is not enabled
 no_sync()               nothing; remembered for the report
 ddp(x)                  ddp.module(x): the reducer never fires; its duties are taken over by the runtime
 
-Answers at other libraries' calls are in integrations/, in the same form.
+accelerate.py has those of another library, in a list of the same type.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class AnsweredMethod(VariableTracker):
 
 
 def note(tx: Any, value: Any, role: Role, index: int = 0) -> None:
-    """Points a tensor out to the passes."""
+    """Marks a tensor for the passes: a `note` op in the graph."""
     seen = observed().in_graph(tx.output)
     with no_grad(tx):
         if seen.chain is None:
@@ -213,7 +213,7 @@ def _check_groups(tx: Any, optimizer: Optimizer) -> None:
                 where=observed().update_lines[id(optimizer)],
                 seen="the step sets one of its hyper-parameters itself, on every call",
                 wanted="hyper-parameters that change outside of the step, or by a scheduler",
-                fix="set group['lr'] ahead of the call, or use torch.optim.lr_scheduler (its step() may stand in the "
+                fix="set group['lr'] before the call, or use torch.optim.lr_scheduler (its step() may stand in the "
                 "step, and runs once for each update)",
             )
 
@@ -361,7 +361,7 @@ _plain_ddp_forward = DistributedDataParallel.forward
 
 @dataclass(frozen=True, slots=True)
 class AnsweredAttribute:
-    """An answer at an attribute that is read, not called: `of(tx, owner)`."""
+    """A handler of an attribute that is read, not called: `of(tx, owner)` gives its value."""
 
     of: Callable[[Any, Any], Any]
 
@@ -380,7 +380,7 @@ _plain_attribute: Any = getattr(UserDefinedObjectVariable, READ_ATTRIBUTE)
 
 
 def traced_attribute(self: Any, tx: Any, name: str) -> Any:
-    """How an object of the step gives an attribute while the step is traced."""
+    """`UserDefinedObjectVariable`'s attribute access while a step is traced: returns a handler where there is one."""
     value = self.value
     if isinstance(value, nn.Module):
         observed().saw_module(self.source.name if self.source is not None else "", value, self)

@@ -1,8 +1,8 @@
-"""Collectives of torch.distributed in a trace: they write their argument, and autograd does not see it.
+"""Collectives of torch.distributed in a trace: they write their argument in place, unseen by autograd as in eager.
 
-dist.all_reduce(x)      x is reduced, and its gradient goes through as if it had not been; so for all-gathers and others
+dist.all_reduce(x)      x is reduced, and its gradient passes as if it had not been; so for all-gathers and others
 
-torch traces a collective with a gradient of its own in their place.
+Left alone, torch would trace a functional collective that has a gradient.
 """
 
 from __future__ import annotations

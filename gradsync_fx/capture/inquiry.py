@@ -1,7 +1,7 @@
-"""A traced step can be asked which capture some arguments lead to, without running it.
+"""Asks a traced step which capture some arguments lead to, without running it.
 
-Dynamo has no such question: its guards choose a program, a trace makes one where none fits, and then it runs. So what
-runs in its place answers here, before anything of the step has happened:
+Dynamo has no such query: its guards choose a program, or a trace makes one, and then it runs. So the program that is
+called here ends the call at once, by an exception that carries the answer:
 
     find(arguments) -> guards, and a trace where none fits -> what would run, and the flat inputs that it would get
 """
@@ -55,7 +55,7 @@ class Inquiry(Generic[Runnable]):
             "the step",
             seen="it came to its end, and computed nothing that could be captured",
             wanted="a whole training step: forward, backward and optimizer.step()",
-            fix="call loss.backward() in the step with these arguments, ahead of optimizer.step()",
+            fix="call loss.backward() in the step with these arguments, before optimizer.step()",
         )
 
 

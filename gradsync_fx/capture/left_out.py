@@ -1,11 +1,11 @@
-"""Calls that a trace leaves out: what such a helper may reach, looked at before anything runs.
+"""Static check of calls that a trace defers: refuses helpers that may reach what the step is made of.
 
-given       a module with parameters, a parameter, an optimizer, a generator among its arguments: it may not wait
+given       a module with parameters, a parameter, an optimizer, a generator among its arguments: not deferred
 named       the same in what its code names: globals, closures, attributes of the objects that it has, and those of the
             user's functions that it calls; and the names by which random generators are set or drawn from
 not walked  the code of libraries. What that does is seen when it runs (untouched.py)
 
-Only what is named is followed: a logger whose trainer holds the model is none that reaches it.
+Only names are followed: a logger whose trainer holds the model does not count as reaching it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Touches(Exception):
 def check_helper(
     function: Any, given: Iterable[Any], *, differentiable: bool, trained: Callable[[Any], bool]
 ) -> None:
-    """Raises `Touches` where a call of `function` with these values may not wait.
+    """Raises `Touches` where a call of `function` with these values may not be deferred.
 
     differentiable: whether a gradient flows through its arguments. trained: whether a tensor is one of the parameters.
     """

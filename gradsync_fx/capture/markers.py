@@ -9,7 +9,7 @@ import torch
 
 
 class _Traced:
-    """Methods that a trace answers in its own way (handlers.py); outside of a trace they do nothing."""
+    """Methods that have handlers in a trace (handlers.py); outside of one they do nothing."""
 
     def weigh(self, weight: float | torch.Tensor) -> None: ...
 
@@ -23,8 +23,8 @@ def micro_batch_weight(weight: float | torch.Tensor) -> None:
     """Says, inside a step, how much this micro-batch counts: the number of its tokens, for a mean over tokens.
 
     With `reduction="weighted"` the window's gradient is sum(w g) / sum(w) over its micro-steps and all ranks. weight:
-    a number, or a tensor of one element of any real dtype; not negative. Call it once in each call of the step, at
-    any place in it. In a step that runs without gradsync_fx it does nothing.
+    a number, or a tensor of one element of any real dtype; not negative. Call it once in each call of the step,
+    anywhere in it. In a step that runs without gradsync_fx it does nothing.
 
     >>> def train_step(model, optimizer, x, y):
     ...     gradsync_fx.micro_batch_weight(x.shape[0])

@@ -1,4 +1,4 @@
-"""Meta tensors as fake CPU tensors for the length of a trace: torch's tracing of losses does not work on meta tensors.
+"""Swaps meta tensors for fake CPU tensors during a trace: torch cannot trace some losses on meta tensors.
 
 Modules, optimizers and tensors are found among the arguments and among what the step's function refers to; they have
 their own tensors back at the end, also on errors.

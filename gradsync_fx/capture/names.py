@@ -1,8 +1,8 @@
-"""Names of the tensors that a step trains and keeps: the model's own, and the same in every branch of the step.
+"""Names of a step's parameters and buffers: the model's own, and the same in every branch of the step.
 
-A name must not depend on which module a call meets first: branches of a step, other ranks and later runs find sums by
-it. So names are given with everything in view that the step could meet (`Observed.within_reach`), in that order, and
-what the trace met beside that comes after.
+A name must not depend on which module a call meets first, as branches of a step, other ranks and later runs find sums
+by it. So all that the step could meet is named first, in the order of `Observed.within_reach`, and what only the trace
+met comes after.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Steps that are parallel in another way than by data: found by their objects, and refused ahead of the first call.
+"""Refuses steps that are parallel in another way than by data, by their objects, before the first call.
 
 Sharded parameters and pipelines have reductions, gathers and updates of their own, at times of
 their own. Neither a trace nor an eager run of this package may come between them.

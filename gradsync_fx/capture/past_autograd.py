@@ -1,12 +1,12 @@
-"""Writes past autograd, `p.data.clamp_(...)` or `p.detach().copy_(...)`: effects of the graph like any other write.
+"""Writes past autograd (`p.data.clamp_(...)`, `p.detach().copy_(...)`) become `copy_` nodes of the graph.
 
-return (clamp, ...)     AOTAutograd would copy `clamp` into p behind the program, whichever program that is
+return (clamp, ...)     AOTAutograd would copy `clamp` into p after the program, whichever program that is
 copy_(p, clamp)         now the write stands in the graph, and belongs to the program that it belongs to
 return (p, ...)         what AOTAutograd copies is p itself
-set_(p, value)          `p.data = value`: a write, where the value has memory of its own and the form of p
+set_(p, value)          `p.data = value`: a write, where the value has memory of its own and p's shape, strides, dtype
 
 Where an output is an input that the graph wrote, AOTAutograd puts the input in its place, counted from the first of
-these writes and not from the outputs behind them (seen in 2.13): another output would be lost. That is done here.
+these writes and not from the outputs after them (seen in 2.13): another output would be lost. That is done here.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _aten = torch.ops.aten
 
 
 def outputs_in_their_places() -> AbstractContextManager[Any]:
-    """AOTAutograd gives back values, where it would put inputs in the places of outputs."""
+    """AOTAutograd returns the graph's own outputs, where it would return inputs instead."""
     kinds = SimpleNamespace(**{**OutputType.__members__, OutputType.is_input.name: None})
     return mock.patch.object(aot_wrappers, "OutputType", kinds)
 
 
 def keep_writes(module: GraphModule, names: list[str]) -> None:
-    """Puts the writes that AOTAutograd would make behind the graph into it, in place.
+    """Puts the writes that AOTAutograd would make after the graph into the graph, in place.
 
     names: of the inputs, for people. Raises `CaptureError` for an input that becomes another tensor.
     """
@@ -52,14 +52,14 @@ def keep_writes(module: GraphModule, names: list[str]) -> None:
     outside = written_outside()
     for output, index in inputs_given_back().items():
         values[len(outside) + output] = holders[index]
-    for place, (index, replaced) in enumerate(outside):
-        holder, value = holders[index], values[place]
+    for position, (index, replaced) in enumerate(outside):
+        holder, value = holders[index], values[position]
         if replaced:
             raise _other_memory(names[index])
         with module.graph.inserting_before(out):
             written = module.graph.call_function(_aten.copy_.default, (holder, value))
         written.meta.update(holder.meta)
-        values[place] = holder
+        values[position] = holder
     out.args = (tuple(values),)
     for node in module.graph.find_nodes(op="call_function", target=_aten.set_.source_Tensor):
         holder, value = argument(node, 0), argument(node, 1)

@@ -1,4 +1,4 @@
-"""Puts the answers of handlers.py into Dynamo while a step is being traced, and at no other time."""
+"""Patches Dynamo to call the handlers while a step is traced, and at no other time."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def intercepting(fresh: Observed) -> Iterator[Observed]:
 
 
 def _of_libraries() -> handlers.Handlers:
-    """The answers at the calls of libraries that the program has imported itself: nothing is imported for the rest."""
+    """The handlers of libraries that the user's program has imported; no library is imported for them."""
     if "accelerate.accelerator" in sys.modules:
         from gradsync_fx.capture import accelerate  # imports the library
 

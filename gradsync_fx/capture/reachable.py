@@ -1,7 +1,6 @@
-"""What an ordinary function will touch: the modules, optimizers and schedulers that its arguments and names lead to.
+"""Object reachability: the modules, optimizers and tensors that a function's arguments and names lead to.
 
-A trace meets these objects as it goes; an eager run has to know them before: whose gradients to look at, which group
-of ranks, which buffers.
+A trace meets these objects as it goes; an eager run has to know them before: their gradients, process group, buffers.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Found:
         )
 
     def roots(self) -> list[tuple[str, nn.Module]]:
-        """The outermost modules, those that an optimizer here trains ahead of others."""
+        """The outermost modules, those that an optimizer here trains first."""
         trained = {id(p) for o in self.optimizers for p in parameters_of(o)}
 
         def idle(named: tuple[str, nn.Module]) -> bool:

@@ -1,4 +1,4 @@
-"""Recurrent layers in a trace: LSTM, GRU and RNN are traced as what they compute; their own dropout is refused."""
+"""Refuses the dropout of recurrent layers (LSTM, GRU, RNN); all else of them is traced as what they compute."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gradsync_fx.capture.trace_state import refuse
 
 
 def refuse_dropout(tx: Any, module: nn.Module, attribute: str) -> None:
-    """Ends the trace where a recurrent layer that trains reads its dropout, ahead of drawing masks."""
+    """Ends the trace where a recurrent layer that trains reads its dropout, before it draws masks."""
     if attribute != "dropout" or not isinstance(module, nn.RNNBase):
         return
     if module.training and module.dropout and module.num_layers > 1:

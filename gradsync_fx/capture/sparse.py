@@ -1,4 +1,4 @@
-"""Sparse gradients, of embeddings with `sparse=True`: no trace holds them, and torch's error names no parameter."""
+"""Refuses sparse gradients (embeddings with `sparse=True`) by parameter: no trace holds them."""
 
 from __future__ import annotations
 

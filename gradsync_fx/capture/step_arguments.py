@@ -1,4 +1,4 @@
-"""What `optimizer.step(...)` is given in a step that is traced: a closure, and constants that go along as a text."""
+"""Arguments of `optimizer.step(...)` in a trace: a closure, and constants, which the marker op carries as text."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ def given_text(
             f"{type(optimizer).__name__}.step",
             seen="it is given an argument that is no constant of the step",
             wanted="numbers, strings and the like, written in the step",
-            fix='set it on the optimizer ahead of the call of the step; or pass on_unsupported="eager"',
+            fix='set it on the optimizer before the call of the step; or pass on_unsupported="eager"',
         )
     return text

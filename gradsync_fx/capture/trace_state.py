@@ -1,4 +1,4 @@
-"""What a trace in progress has met, and how the answers in handlers.py look at Dynamo's variables."""
+"""The state of the trace in progress, and helpers for handlers to read and make Dynamo's variables."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class HostCall:
     """A call that the host makes after each update of `optimizer`: a scheduler's step.
 
     arguments: ("note", index) for a tensor that the program gives, ("number", index) for its value as a number,
-    ("constant", value) for any other. keywords: the names of the last of them, where those are not given by place.
+    ("constant", value) for any other. keywords: the names of the last of them, where those are not positional.
     """
 
     owner: Any
@@ -75,7 +75,7 @@ class Number:
 
 @dataclass(slots=True)
 class NoSync:
-    """A `no_sync` of DDP's in the step. before: forwards of DDP modules ahead of it. late: backward, and no forward."""
+    """A `no_sync` of DDP's in the step. before: forwards of DDP modules before it. late: backward, and no forward."""
 
     line: str
     before: int
@@ -87,12 +87,12 @@ class Observed:
     """What one trace met: modules in the order of first touch (within_reach: the outermost ones that any branch of the
     step could meet), leaves by number, optimizers by handle.
 
-    demanded: parameters that receive a gradient in any case, and no others do; empty for an ordinary trace. behind:
-    call sites that wait for the program's end, as an earlier trace stopped at them (deferred_calls.py); could_wait:
+    demanded: parameters that receive a gradient in any case, and no others do; empty for an ordinary trace.
+    after_program: call sites that are deferred, as an earlier trace stopped at them (deferred_calls.py); could_wait:
     where this one stopped. in_place: collectives that write their argument. inputs: leaves that are data of the call.
     read_lists: lists (by id) that are appended to, and read. assigned: gradients that are values, each with its
     version and the line where it went into `.grad`; made_of_gradients: whether a node is made of one. answered: calls
-    with an answer. symbols: numbers (by source) that are symbols of the trace from the start; numbers: those that the
+    of handlers. symbols: numbers (by source) that are symbols of the trace from the start; numbers: those that the
     step changes; lines: where each attribute was set.
     zeroed: gradients are dropped somewhere in the step. left: the end finds some.
     """
@@ -100,7 +100,7 @@ class Observed:
     demanded: tuple[torch.Tensor, ...] = ()
     after_program: frozenset[CallSite] = frozenset()
     read_lists: frozenset[int] = frozenset()
-    handlers: Sequence[Any] = ()  # at other libraries' calls, ahead of those at torch's
+    handlers: Sequence[Any] = ()  # of other libraries' calls; tried before those of torch's
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
     within_reach: list[tuple[str, nn.Module]] = field(default_factory=list)
     leaves: list[torch.Tensor] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""A call of the user's step becomes a `Step`: Dynamo traces it whole, AOTAutograd makes it functional ATen.
+"""The tracer: turns a call of the user's step into a `Step`, by Dynamo (whole) and AOTAutograd (functional ATen).
 
 function + arguments -> Dynamo (patches.py at the special calls) -> AOT -> Step, with a name for every input
 
@@ -105,7 +105,7 @@ def traced(
 ) -> TracedStep[Runnable]:
     """A callable that captures `function` as needed and hands each call's flat inputs to what `on_capture` returned.
 
-    at_end: gets what has Dynamo let go of it all.
+    at_end: gets callbacks that make Dynamo release what it holds.
     manual: calls that do not reach an optimizer are micro-steps of a window, not mistakes. Raises `CaptureError`
     (naming the user's line) when a step cannot be traced whole.
     """
@@ -328,7 +328,7 @@ def _check(step: Step, seen: Observed, parameters: dict[str, torch.Tensor], manu
             "the step",
             seen="it never calls backward: nothing in it has a gradient",
             wanted="a whole training step: forward, backward and optimizer.step()",
-            fix="call loss.backward() in the step, ahead of optimizer.step()",
+            fix="call loss.backward() in the step, before optimizer.step()",
         )
     if not step.leaves:
         raise NoGradientError(
@@ -362,8 +362,8 @@ def no_optimizer_error() -> NoOptimizerError:
         "the step",
         seen="it never reaches an optimizer: no parameter is changed",
         wanted="a call of optimizer.step() on the parameters that loss.backward() reaches",
-        fix="call optimizer.step() in the step on every call, without an `if (i + 1) % k == 0` round it: when it takes "
-        'effect is decided for you; or pass gradient_accumulation_steps="manual", where that `if` decides',
+        fix="call optimizer.step() in the step on every call, without an `if (i + 1) % k == 0` around it: when it "
+        'takes effect is decided for you; or pass gradient_accumulation_steps="manual", where that `if` decides',
     )
 
 

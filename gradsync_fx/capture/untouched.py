@@ -1,9 +1,11 @@
-"""Helpers that run behind the program, watched: they find `.grad` empty and parameters as the next call will, so that
-one that looked there would see, or do, something else than in eager PyTorch.
+"""Runtime check of deferred helpers: refuses one that touches what the step is made of.
 
-ahead of it     an op on a parameter, its `.grad`, a buffer or optimizer state, and backward: it is not run
-behind it       torch's random generators and settings of optimizers that changed: they are set back
-                tensors that were written, another way: the step's inputs, and what the helper was given
+They run after the program, where `.grad` is empty and parameters may be updated: a helper that reads or writes these
+would see, or do, something else than in eager PyTorch.
+
+before it runs     an op on a parameter, its `.grad`, a buffer or optimizer state, and backward: the op is not run
+after it has run   torch's random generators and settings of optimizers that changed: they are set back;
+                   tensors that were written past the watched ops: the step's inputs, and what the helper was given
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from gradsync_fx.ir.program import Kind
 from gradsync_fx.optim.reached import words
 
 
-# What may be asked of any tensor: its form.
+# What may be read of any tensor: metadata.
 _METADATA = words(
     "shape size dim ndim numel nelement dtype device layout requires_grad is_leaf grad_fn names itemsize nbytes "
     "element_size stride is_contiguous is_floating_point is_complex is_sparse is_cuda __len__ __hash__ "
@@ -46,7 +48,7 @@ class Around:
     _memory: frozenset[int] | None = field(default=None, init=False)
 
     def memory(self) -> frozenset[int]:
-        """Where those tensors lie. Looked up when it is asked for: most helpers touch no tensor."""
+        """The addresses of those tensors. Computed on first use: most helpers touch no tensor."""
         if self._memory is None:
             capture = self.capture
             # A buffer that its program does not have, a metric's own, is none of the step's.
@@ -57,7 +59,7 @@ class Around:
                 *(capture.buffers[name] for name in names),
                 *_tensors_in([list(d.values()) for d in held]),
             ]
-            self._memory = frozenset(map(_place, found))
+            self._memory = frozenset(map(_address, found))
         return self._memory
 
 
@@ -114,7 +116,7 @@ def touched(what: str, found: str) -> LeftOutError:
     """The error for a helper that touches what it may not."""
     return LeftOutError(
         what,
-        seen=f"it cannot be traced, and so runs behind the program; {found}",
+        seen=f"it cannot be traced, and so runs after the program; {found}",
         wanted="helpers that touch no gradient, parameter, buffer, optimizer, input or random generator",
         fix="write it so that it can be traced (torch's functions, no numbers of Python), or call it outside of the "
         "step: where step.sync_gradients is True, for once per update",
@@ -122,14 +124,17 @@ def touched(what: str, found: str) -> LeftOutError:
 
 
 class _Watch(TorchFunctionMode):
-    """Stops a helper ahead of what it may not do."""
+    """Stops a helper before an op that it may not run."""
 
     def __init__(
         self, around: Around, given: list[torch.Tensor], inputs: list[torch.Tensor]
     ) -> None:
         super().__init__()
         self._around = around
-        self._given, self._inputs = frozenset(map(_place, given)), frozenset(map(_place, inputs))
+        self._given, self._inputs = (
+            frozenset(map(_address, given)),
+            frozenset(map(_address, inputs)),
+        )
         self.found = ""
 
     def __torch_function__(
@@ -142,7 +147,7 @@ class _Watch(TorchFunctionMode):
             self._stop("it computes gradients")
         if _writes(name, kwargs or {}):
             held = args[:1] if "out" not in (kwargs or {}) else (kwargs or {})["out"]
-            if any(_place(t) in self._inputs for t in _tensors_in(held)):
+            if any(_address(t) in self._inputs for t in _tensors_in(held)):
                 self._stop(f"it uses {name!r} of a tensor of the step")
         if name not in _METADATA or named == "__set__":
             for value in _tensors_in((args, kwargs or {})):
@@ -151,8 +156,8 @@ class _Watch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _is_ours(self, tensor: torch.Tensor) -> bool:
-        place = _place(tensor)
-        return place not in self._given and place in self._around.memory()
+        address = _address(tensor)
+        return address not in self._given and address in self._around.memory()
 
     def _stop(self, found: str) -> None:
         self.found = self.found or found
@@ -170,15 +175,15 @@ def _writes(name: str, kwargs: dict[str, Any]) -> bool:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Where a tensor's memory lies; 0 where it has none."""
+    """The address of a tensor's storage; 0 where it has none."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):  # sparse, meta, wrapped
         return 0
 
 
-def _place(tensor: torch.Tensor) -> int:
-    """Where its memory lies; where it has none, the tensor itself."""
+def _address(tensor: torch.Tensor) -> int:
+    """Of a tensor's storage; where it has none, the tensor's id."""
     return storage_of(tensor) or id(tensor)
 
 

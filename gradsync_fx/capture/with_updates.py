@@ -1,4 +1,4 @@
-"""Which of the Python numbers that a step changes feed only what happens once per update."""
+"""Which Python numbers of a step reach only what happens once per update, by the finished graph."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def followed(
 
 
 def _with_update(step: Step, regions: Regions, holder: Node) -> bool:
-    """Whether all tensors that this number feeds are updates, or are written or given out with updates."""
+    """Whether all effects that this number reaches are updates, or are written or returned with updates."""
     fed = downstream([holder])
     late = {*regions.updates, *regions.boundary_writes}
     results = output_values(step.module)

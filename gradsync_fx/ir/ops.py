@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from gradsync_fx.user_lines import NOWHERE, places_in, users_among
+from gradsync_fx.user_lines import NOWHERE, lines_in, users_among
 
 
 _LIBRARY = torch.library.Library("gradsync_fx", "DEF")
@@ -129,4 +129,4 @@ def is_linear(node: Node) -> bool:
 
 def node_line(node: Node) -> str:
     """`file:line` of the user's code that a node stands for, as far as torch recorded it."""
-    return users_among(places_in(node.meta.get("stack_trace") or "")) or NOWHERE
+    return users_among(lines_in(node.meta.get("stack_trace") or "")) or NOWHERE

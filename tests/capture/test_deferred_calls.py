@@ -1,4 +1,4 @@
-"""Calls in a step that compute nothing for it: they run behind the program, with eager's values, and cost no trace."""
+"""Calls in a step that compute nothing for it: they run after the program, with eager's values, and cost no trace."""
 
 from __future__ import annotations
 

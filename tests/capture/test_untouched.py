@@ -1,4 +1,4 @@
-"""Helpers behind the program are watched: what they may not touch, they do not get to touch."""
+"""Helpers after the program are watched: what they may not touch, they do not get to touch."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_it_is_stopped_and_the_window_goes_on(name: str) -> None:
     error = refused(
         gradsync_fx.LeftOutError, f"Hidden.{name} at {__file__}:", step, model, optimizer, x, y
     )
-    assert "behind the program" in error.seen
+    assert "after the program" in error.seen
     assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
     assert torch.equal(generator, torch.get_rng_state())
