@@ -1,4 +1,4 @@
-"""What stands behind the command line: each file one job; main.py alone reads arguments and exits.
+"""The command line `gradsync-fx`; main.py alone reads arguments and exits.
 
 May import: inspection, doors.
 """

@@ -1,4 +1,4 @@
-"""The arguments of the command line, each declared once, and the texts below `--help`."""
+"""The arguments of the command line, each declared once, and the epilogs of `--help`."""
 
 from __future__ import annotations
 
@@ -157,9 +157,7 @@ LimitOption = Annotated[
         help="seconds for loading, factory and capture; 0: no limit, in this process, as a debugger needs it",
     ),
 ]
-TraceOption = Annotated[
-    bool, typer.Option("--traceback", help="show the traceback behind an error")
-]
+TraceOption = Annotated[bool, typer.Option("--traceback", help="show the traceback of an error")]
 JsonOption = Annotated[
     str | None,
     typer.Option("--json", metavar="OUT", help="JSON; -: to stdout, alone", rich_help_panel=OUTPUT),

@@ -1,4 +1,4 @@
-"""Two programs as Python that people can read, side by side or as a unified diff.
+"""`gradsync-fx diff`: two programs as readable Python, side by side or as a unified diff.
 
 The signature is a count of inputs by kind, `x = None` (where a value ends) is left out, `torch.ops.aten.` is `aten.`,
 and inputs have the names that they have in the model: `arg0_1` is `parameter_fc_weight`. What repeats is folded
@@ -68,7 +68,7 @@ def _shortened(found: re.Match[str]) -> str:
 
 
 def input_names(report: ReportData) -> dict[str, str]:
-    """Inputs by what they hold; a name that is taken already stays away."""
+    """Inputs by what they hold; an input keeps its own name where the better one is taken."""
     taken = {node.name for node in report.graph}
     found: dict[str, str] = {}
     for node in report.graph:

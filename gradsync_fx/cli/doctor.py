@@ -1,7 +1,7 @@
-"""What this machine has of what gradsync_fx needs: one `Check` per line, each found out by trying.
+"""`gradsync-fx doctor`: checks that this machine has what gradsync_fx needs, each by trying it.
 
-A doctor must not fall over what it looks for: a name of torch that is gone, a compiler that hangs, a folder that is
-not there become the line's text.
+What a check looks for may be broken (a missing name of torch, a compiler that hangs, a missing folder): that is the
+check's result, and never an error.
 """
 
 from __future__ import annotations

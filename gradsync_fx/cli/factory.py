@@ -1,4 +1,4 @@
-"""From `FILE.py:FACTORY` to a report: loads the user's file, calls the factory, explains the step.
+"""Makes a report from `FILE.py:FACTORY`: loads the user's file, calls the factory, explains the step.
 
 What the user's code does wrong becomes a `Problem` that names the user's line.
 """
@@ -30,7 +30,7 @@ from gradsync_fx.inspection.report import Report
 from gradsync_fx.options import Options
 
 
-FORM = "FILE.py:FACTORY or package.module:FACTORY"
+TARGETS = "FILE.py:FACTORY or package.module:FACTORY"
 RETURNS = "(train_step, args) or (train_step, args, kwargs)"
 Tell = Callable[[str], None]  # what is being done now
 
@@ -48,13 +48,15 @@ class Target:
         """Parses, and looks for the file. Raises `Problem`."""
         where, colon, factory = text.rpartition(":")
         if not (colon and where and factory):
-            raise Problem(USAGE, text, "names no factory", FORM, "put a colon and its name behind")
+            raise Problem(
+                USAGE, text, "names no factory", TARGETS, "put a colon and its name after it"
+            )
         if not (where.endswith(".py") or os.sep in where or Path(where).is_file()):
             return cls("", where, factory)
         path = Path(where)
         if path.is_dir() or not path.exists():
             seen = "is a folder" if path.is_dir() else "there is no such file"
-            raise Problem(USAGE, where, seen, FORM, f"look for it from {Path.cwd()}")
+            raise Problem(USAGE, where, seen, TARGETS, f"look for it from {Path.cwd()}")
         return cls(str(path.resolve()), path.stem, factory)
 
     def __str__(self) -> str:
@@ -120,7 +122,7 @@ def _import(target: Target) -> ModuleType:
         if error.name and f"{target.module}.".startswith(f"{error.name}."):
             seen = f"there is no module {error.name!r}"
             fix = f"a file's name ends in .py; modules are looked for from {Path.cwd()}"
-            raise Problem(USAGE, target.module, seen, FORM, fix) from error
+            raise Problem(USAGE, target.module, seen, TARGETS, fix) from error
         raise _raised(target, error, "while the module was imported") from error
     except BaseException as error:
         raise _raised(target, error, "while the module was imported") from error

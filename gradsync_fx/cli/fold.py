@@ -1,4 +1,4 @@
-"""A diff of two long programs, with what repeats folded away: unchanged stretches, and the same ops once per parameter.
+"""Folds a diff of two long programs: unchanged stretches, and changes that repeat once per parameter.
 
 + adamw = adamw_0(parameter_a, ...)          shown
 + getitem = adamw[0]                         shown

@@ -1,4 +1,4 @@
-"""Where results go: files and stdout, checked before the work is done; what cannot be written is a `Problem`."""
+"""Outputs of commands, files and stdout: checked before the work is done; what cannot be written is a `Problem`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What went wrong, as the command line tells it: an exit code, culprit, seen, wanted, and what to do."""
+"""`Problem`, the command line's error: an exit code, culprit, seen, wanted, and what to do."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MEANINGS = {
 
 
 class Problem(Exception):
-    """One thing to tell on stderr. `trace`: the traceback behind it, "" for none. Goes through a pipe as it is."""
+    """An error for stderr. trace: its traceback as text, "" for none. Can be pickled."""
 
     def __init__(
         self, code: int, culprit: str, seen: str, wanted: str = "", fix: str = "", trace: str = ""
@@ -52,5 +52,5 @@ class Problem(Exception):
 
 
 def printable(text: str) -> str:
-    """Text as it is, but control characters spelled out: a name cannot move the cursor or colour the terminal."""
+    """Text with control characters escaped: a name cannot move the cursor or colour the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)

@@ -1,4 +1,4 @@
-"""Runs a job in a process of its own, for a limited time, so that nothing that the user's code does can hurt.
+"""Runs a job in a process of its own, for a limited time, so that crashes and hangs of the user's code stay there.
 
     job(tell) -> answer     in the child: what it prints goes to the parent's stderr, its result through a pipe
                             not done in time, or no answer at all: the child and all that it started are killed

@@ -1,4 +1,4 @@
-"""Eager loops watched at work: what happened in them, and which easy mistakes of accumulation that shows.
+"""`diagnose`: records what an eager training loop does, and finds mistakes of gradient accumulation in it.
 
 May import: the ground alone.
 """

@@ -1,4 +1,4 @@
-"""Vocabulary: what can happen in an eager loop, in the order in which it did, each with the user's line."""
+"""The event types that are recorded of an eager loop, each with the user's line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Backward(Event):
 
     no_sync: line of the `no_sync` it ran in, "" outside of any. collectives: really started in it, None where the group
     does not count them. divisions: what the loss is divided by. reached: parameters (by id) that it gave gradients.
-    before, after: those whose gradient was not zero ahead of it and after it. by_accelerate: called through
+    before, after: those whose gradient was not zero before it and after it. by_accelerate: called through
     `accelerator.backward`. in_step: made by an optimizer's own step, in a closure.
     """
 

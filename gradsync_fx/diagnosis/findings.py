@@ -1,4 +1,4 @@
-"""What a diagnosis is: findings first, what was seen beside them, a text and JSON as views."""
+"""The result of `diagnose`: findings and the windows that were seen, with text and JSON as views."""
 
 from __future__ import annotations
 

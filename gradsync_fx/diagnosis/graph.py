@@ -1,4 +1,4 @@
-"""What the autograd graph of a loss says ahead of its backward: whom it reaches, and what the loss is divided by."""
+"""Queries of a loss's autograd graph before its backward: the leaves that it reaches, and divisions of the loss."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def divisions(loss: Tensor) -> tuple[Division, ...]:
     """What a loss is divided by on its way to backward, outermost first.
 
     A sum divided by its own number of elements is a mean, no division. Of the terms of a sum (`loss / k + penalty / k`)
-    the one with most divisions speaks.
+    the one with most divisions counts.
     """
     return _below(loss.grad_fn, 64)
 

@@ -1,4 +1,4 @@
-"""The mistakes about windows: who reduces when, and what ends a window. One generator for each, over pure values."""
+"""Rules about windows: when gradients are reduced, and when a window ends. One generator for each mistake."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _late_no_sync(loop: Loop) -> Iterator[Finding]:
                     "no-sync-around-backward-only",
                     WARNING,
                     micro_step.backward.no_sync,
-                    f"no_sync is entered round `backward` only; the forward ran outside of it at "
+                    f"no_sync is entered around `backward` only; the forward ran outside of it at "
                     f"{micro_step.forwards[-1].line}, and DDP decides there: {_wasted(loop, window, late)}",
                     "forward and backward of a micro-step inside of the same no_sync",
                     "move the call of the model into the `with` block",
@@ -47,7 +47,7 @@ def _reduced_always(loop: Loop) -> Iterator[Finding]:
                 WARNING,
                 early[0].backward.line,
                 _wasted(loop, window, len(early)),
-                "one reduction per update: in the micro-step ahead of optimizer.step()",
+                "one reduction per update: in the micro-step before optimizer.step()",
                 "run the other micro-steps, forward and backward, under `ddp.no_sync()` "
                 "(with Accelerate: under `accelerator.accumulate(model)`)",
             )
@@ -90,7 +90,7 @@ def _not_reduced(loop: Loop) -> Iterator[Finding]:
                 last.backward.line,
                 f"no gradient is reduced in the window, by DDP or by hand, though the group has {loop.world} ranks: "
                 "each rank trains a model of its own",
-                "the gradients' mean over the ranks ahead of optimizer.step()",
+                "the gradients' mean over the ranks before optimizer.step()",
                 "wrap the model in DistributedDataParallel and call that (with Accelerate: "
                 "`accelerator.prepare(model)`)",
             )
@@ -100,7 +100,7 @@ def _open_boundary(window: Window) -> Finding:
     total = len(window.micro_steps)
     reduced = [i + 1 for i, m in enumerate(window.micro_steps) if m.reduces]
     seen = (
-        f"the last of the window's {number_of(total, 'micro-step')}, ahead of optimizer.step() at "
+        f"the last of the window's {number_of(total, 'micro-step')}, before optimizer.step() at "
         f"{window.steps[0].line}, is not reduced"
     )
     if reduced:
@@ -114,7 +114,7 @@ def _open_boundary(window: Window) -> Finding:
         ERROR,
         last.backward.no_sync or (last.forwards[-1].line if last.forwards else last.backward.line),
         seen,
-        "the reduction in the micro-step ahead of optimizer.step(): its forward and backward outside of no_sync",
+        "the reduction in the micro-step before optimizer.step(): its forward and backward outside of no_sync",
         "let one condition decide both: `last = (i + 1) % micro_steps == 0`, no_sync unless `last`, step if `last`",
     )
 
@@ -201,7 +201,7 @@ def _closures(loop: Loop) -> Iterator[Finding]:
             backward.line,
             "the optimizer runs forward and backward itself, as often as it likes: nothing was judged",
             "an optimizer that steps on gradients that are there (not LBFGS)",
-            "diagnose the loop with such an optimizer in its place",
+            "diagnose the loop with such an optimizer instead",
         )
 
 
@@ -212,7 +212,7 @@ def _apart(loop: Loop) -> Iterator[Finding]:
         "optimizers-apart",
         NOTE,
         loop.closed[0].steps[0].line,
-        "several optimizers that step at different places: nothing was judged",
+        "several optimizers that step at different times: nothing was judged",
         "one optimizer, or several that step together",
         "diagnose a function that trains with one of them",
     )

@@ -1,4 +1,4 @@
-"""The mistakes about values: scaled, clipped or zeroed in the wrong place, and the learning rate's schedule."""
+"""Rules about values: gradients scaled, clipped or zeroed at the wrong point, and the learning rate's schedule."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _clipped(loop: Loop) -> Iterator[Finding]:
                 clip.line,
                 f"gradients are clipped after optimizer.step() at {window.steps[-1].line}: the update was not clipped",
                 "the clip between the last backward and optimizer.step()",
-                "move the clip ahead of optimizer.step()",
+                "move the clip before optimizer.step()",
             )
 
 
@@ -131,7 +131,7 @@ def _zeroed(loop: Loop) -> Iterator[Finding]:
                 zero[-1].line if zero else window.steps[0].line,
                 "gradients are zeroed between the last backward and optimizer.step(): the update has none",
                 "zeroed after optimizer.step()",
-                "move zero_grad behind optimizer.step()",
+                "move zero_grad after optimizer.step()",
             )
     for window, following in zip(loop.windows, loop.windows[1:], strict=False):
         if not following.micro_steps:

@@ -1,6 +1,6 @@
-"""Writes down what an eager loop does, by wrapping what it calls, and puts everything back when the block ends.
+"""The recorder: wraps what an eager loop calls, records events, and restores everything when the block ends.
 
-Every call is passed on as it came, and what it returns is returned. Nothing is sent to other ranks: collectives are
+Every call is passed on unchanged, and so is its result. Nothing is sent to other ranks: collectives are
 counted by the sequence number that the group itself keeps. Gradients are read (is there one, its norm), never written.
 """
 
@@ -47,7 +47,7 @@ class Watch:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.events: list[Event] = []
         self.parameters: dict[int, Tensor] = {}
-        # By the order of bases: DDP's own check of instances is Python code, for each of the process's objects.
+        # By the mro: isinstance would run Python code of DDP's for each object of the process.
         self.wrappers: list[DistributedDataParallel] = [
             o for o in gc.get_objects() if DistributedDataParallel in type(o).__mro__
         ]
@@ -76,7 +76,7 @@ class Watch:
         return frozenset(i for i, value in norms.items() if value != 0)
 
     def _catch_up(self, line: str) -> frozenset[int]:
-        """Writes down what happened by hand since the last event: gradients changed, collectives started."""
+        """Records what happened by hand since the last event: gradients changed, collectives started."""
         before = self._norm
         held = self._held()
         if before and self._norm:
@@ -90,7 +90,7 @@ class Watch:
         return held
 
     def _settle(self) -> None:
-        """What just happened was no doing by hand."""
+        """Takes the norm and the count anew: what just happened was not done by hand."""
         self._held()
         self._sent = self._sequence()
 
@@ -127,7 +127,7 @@ class Watch:
         return __init__
 
     def inner_forward(self, _module: nn.Module, _args: Any) -> None:
-        """A hook ahead of the forward of a module inside a DDP module."""
+        """A hook before the forward of a module inside a DDP module."""
         if "forward" not in self._inside and torch.is_grad_enabled():
             self.events.append(events.Forward(user_line(), synced=False, bypassed=True))
 
@@ -241,7 +241,7 @@ class Watch:
         self, optimizer: Optimizer, _args: Any, _kwargs: Any, *,
         line: str = "", held: frozenset[int] | None = None, scaler: bool = False,
     ) -> None:  # fmt: skip
-        """A hook ahead of every optimizer's step."""
+        """A hook before every optimizer's step."""
         if "scaler" in self._inside:
             return
         line = line or user_line()
@@ -327,10 +327,10 @@ def _by_accelerate() -> bool:
 
 @contextmanager
 def _everywhere(changes: list[tuple[Any, Any]]) -> Iterator[None]:
-    """Puts functions in the place of others under every name that a module has for these.
+    """Replaces functions by others under every name that any module has for them, until the block ends.
 
-    Modules that are first imported meanwhile get the functions themselves back, too; whoever keeps one of the others
-    elsewhere (in a default argument, say) has what calls the function and does no more.
+    Modules that are imported inside the block are restored as well. A replacement that is kept elsewhere (in a default
+    argument, say) calls the original from then on.
     """
     over = threading.Event()
 

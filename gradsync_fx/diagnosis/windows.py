@@ -1,4 +1,4 @@
-"""The events of a loop as windows: micro-steps, and the update that closes them. Pure values."""
+"""Groups the recorded events of a loop into windows: micro-steps, and the update that closes them."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ class MicroStepSeen:
 
     @property
     def reduces(self) -> bool:
-        """Whether DDP reduced in it: counted, or else foretold from how its forward was called."""
+        """Whether DDP reduced in it: counted, or else inferred from how its forward was called."""
         if self.backward.collectives is not None:
             return self.backward.collectives > 0
         return any(f.synced for f in self.forwards)
 
     @property
     def late_no_sync(self) -> bool:
-        """Whether a `no_sync` stands round the backward, but not round the forward."""
+        """Whether a `no_sync` is around the backward, but not around the forward."""
         armed = bool(self.forwards) and all(f.synced for f in self.forwards)
         return bool(self.backward.no_sync) and armed and self.reduces
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """rest: events after the last backward, ahead of the update. steps: none where the window is still open."""
+    """rest: events after the last backward, before the update. steps: none where the window is still open."""
 
     micro_steps: tuple[MicroStepSeen, ...]
     rest: tuple[Event, ...]
@@ -54,7 +54,7 @@ class Window:
 
     @property
     def last(self) -> MicroStepSeen:
-        """The micro-step ahead of the update."""
+        """The micro-step before the update."""
         return self.micro_steps[-1]
 
     @property

@@ -1,4 +1,4 @@
-"""What a step is and what the rewrite changed, as data and as text.
+"""Inspection: the report on a step and on what the rewrite changed in it, as data, text, page and graph.
 
 May import: ir, optim, capture, planning, runtime, eager.
 """

@@ -1,9 +1,9 @@
-"""What a window costs: an estimate from FLOPs, bytes and three numbers about the machine.
+"""The cost model: estimates the time of a window from FLOPs, bytes and three numbers about the machine.
 
 all-reduce of n bytes over R ranks, as a ring (Rabenseifner's alpha-beta model):
     2 (R - 1) alpha  +  2 (R - 1) / R * n / beta          alpha: seconds for a message, beta: bytes per second
 micro-step:  FLOPs of its products and convolutions / (FLOPs per second), spread over its nodes
-boundary:    a bucket's all-reduce starts when its last gradient is there and the wire is free; what is not over when
+boundary:    a bucket's all-reduce starts when its last gradient is there and the wire is free; what is not done when
              backward ends is exposed, the rest is hidden. Without accumulation, every micro-step is such a boundary.
 
 An estimate: no memory traffic, no host time, no time for the update. `calibrate` measures the three numbers.
@@ -41,7 +41,7 @@ PRESETS = {
     )
 }
 STEPS = (1, 2, 4, 8, 16, 32, 64)
-HIDDEN = 0.05  # of a window's time: what is exposed may take that much and count as hidden
+HIDDEN = 0.05  # of a window's time: exposed communication below it counts as hidden
 
 
 def find_hardware(given: str | Hardware) -> Hardware:
@@ -73,7 +73,7 @@ class Segment:
 class Prediction:
     """Seconds for one window on one rank, estimated.
 
-    compute: all micro-steps. communication: the window's all-reduces. hidden: what of it lies behind backward.
+    compute: all micro-steps. communication: the window's all-reduces. hidden: the part of it that backward overlaps.
     window: with accumulation; window_synced: when every micro-step reduces. speedup: (k, window_synced / window) for
     several k. hidden_from: the least k at which exposed communication is at most 5 % of a window; None where no k of
     the curve is enough. micro_step, boundary: segments of one call, compute and communication apart.

@@ -1,4 +1,4 @@
-"""The report as data. Text, page, JSON, DOT and networkx are views of it, each in a file of its own.
+"""The data of a report. Text, page, JSON, DOT and networkx are views of it, each in a file of its own.
 
 Counts and bytes are for one window and one rank unless a field says otherwise. before: every micro-step reduces its
 gradients, as DDP does without `no_sync`. after: the programs of gradsync_fx.
@@ -38,7 +38,7 @@ class Parameter:
 class Collective:
     """One all-reduce of a bucket of gradients.
 
-    bytes: what one rank puts in. programs: where it stands, as the node's place among the program's nodes. nodes: by
+    bytes: what one rank puts in. programs: by name, the node's position among the program's nodes. nodes: by
     name in `graph`, the all-reduce itself and then the gradients that it reduces.
     """
 
@@ -107,7 +107,7 @@ class GraphNode:
 class ReportData:
     """What a step does and what the rewrite changed. See the module's text for the units.
 
-    moved: calls of the step that run behind the program, or that were dropped.
+    moved: calls of the step that run after the program, or that were dropped.
     """
 
     step: str

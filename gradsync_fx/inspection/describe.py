@@ -1,4 +1,4 @@
-"""From captured steps to the report: what stands where, read off the step's graph and its programs."""
+"""Builds the report of a captured step, from its graph and its programs."""
 
 from __future__ import annotations
 
@@ -219,14 +219,14 @@ def _collectives(captured: CapturedStep, programs: dict[str, Program]) -> tuple[
     }
     buckets = [b for b in captured.facts.buckets if b.reduction.group is not None]
     for number, bucket in enumerate(buckets):
-        places = {n: s[number][0] for n, s in starts.items() if number < len(s)}
+        positions = {n: s[number][0] for n, s in starts.items() if number < len(s)}
         nodes = {n: s[number][1].name for n, s in starts.items() if number < len(s)}
-        found.append(_collective(captured, number, bucket, places, nodes.get("boundary", "")))
+        found.append(_collective(captured, number, bucket, positions, nodes.get("boundary", "")))
     return tuple(found)
 
 
 def _collective(
-    captured: CapturedStep, number: int, bucket: Bucket, places: dict[str, int], node: str
+    captured: CapturedStep, number: int, bucket: Bucket, positions: dict[str, int], node: str
 ) -> Collective:
     leaves = [captured.facts.capture.step.leaves[i] for i in bucket.leaves]
     dtype = (
@@ -242,7 +242,7 @@ def _collective(
         ranks=captured.facts.setting.world,
         dtype=dtype_name(dtype),
         bytes=sum(leaf.parameter.numel() for leaf in leaves) * dtype.itemsize,
-        programs=places,
+        programs=positions,
         nodes=tuple([node, *gradients] if node else gradients),
     )
 

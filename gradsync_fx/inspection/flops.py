@@ -1,4 +1,4 @@
-"""FLOPs of a captured step, by torch's own formulas, from the shapes in its graph."""
+"""Counts the FLOPs of a captured step, by torch's formulas, from the shapes in its graph."""
 
 from __future__ import annotations
 

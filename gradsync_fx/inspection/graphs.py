@@ -1,4 +1,4 @@
-"""The report's graph for networkx and graphviz.
+"""The report's graph, as a networkx graph and as DOT.
 
 networkx: one node for each node of the boundary program. Node attributes: op, region ("input", "forward", "backward",
 "gradient sync", "clipping", "optimizer", "other"), module (path, "" for none), line ("file:line", "" for none),
@@ -58,7 +58,7 @@ def to_dot(report: ReportData) -> str:
         made = pydot.Node(
             pydot.quote_id_if_necessary(node.name),
             label=_quoted(
-                f"{node.parameter or node.name}\n{node.op}\n{_form(node.shape, node.dtype)}"
+                f"{node.parameter or node.name}\n{node.op}\n{_dtype_and_shape(node.shape, node.dtype)}"
             ),
             fillcolor=_quoted(COLOURS[node.region]),
             tooltip=_quoted(node.line or node.region),
@@ -79,7 +79,7 @@ def to_dot(report: ReportData) -> str:
     return text
 
 
-def _form(shape: tuple[int, ...], dtype: str) -> str:
+def _dtype_and_shape(shape: tuple[int, ...], dtype: str) -> str:
     return f"{dtype}[{', '.join(map(str, shape))}]" if dtype else ""
 
 

@@ -1,4 +1,4 @@
-"""Warnings of the report: what in the step is probably not meant as it stands."""
+"""The warnings of a report: what in the step is probably a mistake, or has no effect."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def _no_sync(captured: CapturedStep) -> Iterator[str]:
             yield f"no_sync entered at {line} has no effect here: windows are gradsync_fx's; leave it out"
         else:
             yield (
-                f"no_sync entered at {line} round `backward` only: DDP decides in forward, so that in eager every "
+                f"no_sync entered at {line} around `backward` only: DDP decides in forward, so that in eager every "
                 "micro-step reduces; here it has no effect: leave it out"
             )
 

@@ -1,4 +1,4 @@
-"""The report: the data, and its views as methods."""
+"""`Report`: the data of a report, with its views as methods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the report says of parameters and of the arithmetic on their gradients; sizes and dtypes for people."""
+"""The parts of a report on parameters and on the arithmetic of their gradients; sizes and dtypes as text."""
 
 from __future__ import annotations
 

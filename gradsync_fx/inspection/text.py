@@ -79,7 +79,7 @@ def _before_after(report: ReportData) -> RenderableType:
 
 
 def _collectives(report: ReportData) -> RenderableType:
-    """A row for each bucket; of many, the first and the last, and what lies between them in one. JSON has all."""
+    """A row for each bucket; of many, the first three and the last, and one row for those between. JSON has all."""
     table = _table("bucket", "bytes", "dtype", "op", "ranks", "in", "parameters", text="parameters")
     found = report.collectives
     shown = len(found) if len(found) <= MANY else FEW
@@ -133,7 +133,7 @@ def _prediction(report: ReportData) -> RenderableType:
     table = _table(f"estimate ({found.hardware.name})", "per window")
     table.add_row("compute", seconds_text(found.compute))
     table.add_row("communication", seconds_text(found.communication))
-    table.add_row("of it behind backward", seconds_text(found.hidden))
+    table.add_row("of it during backward", seconds_text(found.hidden))
     table.add_row("window", seconds_text(found.window))
     table.add_row("window, every micro-step synced", seconds_text(found.window_synced))
     if report.world_size < 2:

@@ -1,4 +1,4 @@
-"""Other libraries' modules and trainers over `optimize`: one file for each library, which alone imports it.
+"""Adapters of other libraries' modules and trainers to `optimize`; each library is imported by its own file alone.
 
 May import: doors.
 """

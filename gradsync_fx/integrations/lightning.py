@@ -1,4 +1,4 @@
-"""A step from a `LightningModule`: what Lightning's Trainer makes of `training_step` and `configure_optimizers`.
+"""A training step from a `LightningModule`, as Lightning's Trainer makes one of its methods.
 
 step = gradsync_fx.optimize(step_of(module), gradient_accumulation_steps=4)
 for batch in loader:
@@ -24,7 +24,7 @@ from gradsync_fx.user_lines import warn_user
 
 
 # Methods that Lightning's Trainer calls between forward and the next batch. A step that left out what a module does in
-# the first would train otherwise; the others belong round it.
+# the first would train otherwise; the others belong around it.
 _IN_THE_STEP = (
     "backward",
     "configure_gradient_clipping",
@@ -37,17 +37,17 @@ _IN_THE_STEP = (
     "optimizer_zero_grad",
 )
 _ROUND_THE_STEP = {
-    "configure_callbacks": "make their calls in the loop round it",
-    "configure_model": "call it ahead of the loop, and ahead of making the optimizer",
-    "on_fit_end": "call it behind the loop",
-    "on_fit_start": "call it ahead of the loop",
-    "on_train_batch_end": "call it in the loop round it",
-    "on_train_batch_start": "call it in the loop round it",
-    "on_train_end": "call it behind the loop",
-    "on_train_epoch_end": "call it in the loop round it",
-    "on_train_epoch_start": "call it in the loop round it, ahead of each epoch",
-    "on_train_start": "call it ahead of the loop",
-    "setup": "call it ahead of the loop, and ahead of making the optimizer",
+    "configure_callbacks": "make their calls in the loop around it",
+    "configure_model": "call it before the loop, and before making the optimizer",
+    "on_fit_end": "call it after the loop",
+    "on_fit_start": "call it before the loop",
+    "on_train_batch_end": "call it in the loop around it",
+    "on_train_batch_start": "call it in the loop around it",
+    "on_train_end": "call it after the loop",
+    "on_train_epoch_end": "call it in the loop around it",
+    "on_train_epoch_start": "call it in the loop around it, before each epoch",
+    "on_train_start": "call it before the loop",
+    "setup": "call it before the loop, and before making the optimizer",
 }
 # What a module knows from its Trainer, and what it gets without one.
 _OF_THE_TRAINER = {
@@ -68,7 +68,7 @@ def step_of(
 ) -> LightningStep:
     """The training step of a LightningModule, for `gradsync_fx.optimize`.
 
-    configured: what `configure_optimizers` gives, in any of its forms with one optimizer; by default it is called.
+    configured: what `configure_optimizers` gives, any return value with one optimizer; by default it is called.
     gradient_clip_val, gradient_clip_algorithm: as in Lightning's Trainer.
 
     Raises `OptionError` for a module with manual optimization or more than one optimizer, for one that overrides what
@@ -87,7 +87,7 @@ def step_of(
                 f"{type(module).__name__}.{name}",
                 seen="it is overridden: a step made of training_step alone would leave it out",
                 wanted="a module that leaves what comes after the loss to Lightning",
-                fix="write the step as a function of its own, with what this method does in its place",
+                fix="write the step as a function of its own, with what this method does in it",
             )
     left_out = [
         f"{name} is not part of the step: {way}"
@@ -182,7 +182,7 @@ def _overrides(module: LightningModule, name: str) -> bool:
 
 
 def _batch_hooks(module: LightningModule) -> list[Callable[[Any], Any]]:
-    """Those of its own, as the Trainer calls them ahead of training_step."""
+    """Those of its own, as the Trainer calls them before training_step."""
 
     def hook(name: str) -> Callable[[Any], Any]:
         method = getattr(module, name)
@@ -205,7 +205,7 @@ def _reads_of_the_trainer(kind: type) -> Iterator[tuple[str, str, str]]:
 
 
 def _twin(module: LightningModule, step: LightningStep) -> LightningModule:
-    """The module once more, all attributes shared, with a `log` that needs no Trainer."""
+    """A second object of the module, all attributes shared, with a `log` that needs no Trainer."""
     kind: Any = type(module)
 
     class Twin(kind):
@@ -229,7 +229,7 @@ def _advance(schedule: dict[str, Any], metrics: Mapping[str, Any]) -> None:
 
 
 def _configured(given: Any) -> tuple[Optimizer, list[dict[str, Any]]]:
-    """The optimizer and its schedules, from any form that `configure_optimizers` may give."""
+    """The optimizer and its schedules, from any value that `configure_optimizers` may give."""
     if isinstance(given, Mapping):
         found = given.get("lr_scheduler")
         optimizers, schedulers = [given["optimizer"]], [] if found is None else [found]

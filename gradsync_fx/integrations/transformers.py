@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer over `optimize`: its loop, its numbers, one reduction and one update program per window.
+"""Hugging Face's Trainer on top of `optimize`: its loop and its numbers, one reduction and one update per window.
 
 trainer = GradSyncTrainer(model, args, train_dataset=data)       args.gradient_accumulation_steps is k
 trainer.train()
@@ -33,7 +33,7 @@ _DECIDED = ("gradient_accumulation_steps", "reduction")
 
 
 class GradSyncTrainerMixin:
-    """Put ahead of a Trainer's class, it trains through `optimize`: `class Mine(GradSyncTrainerMixin, Seq2SeqTrainer)`.
+    """Put before a Trainer's class, it trains through `optimize`: `class Mine(GradSyncTrainerMixin, Seq2SeqTrainer)`.
 
     gradsync_options: keyword arguments of `gradsync_fx.optimize`, but for those that TrainingArguments decide. All
     other arguments are the Trainer's. `compute_loss`, `compute_loss_func` and label smoothing count as they do there;
@@ -151,7 +151,7 @@ class GradSyncTrainerMixin:
         return counted or self.compute_loss_func is not None  # type: ignore[attr-defined]
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor | None:
-        """The norm ahead of clipping, which was part of the update."""
+        """The norm before clipping, which was part of the update."""
         return self._norm
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:

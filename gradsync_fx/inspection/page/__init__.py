@@ -66,7 +66,7 @@ def _vendored(name: str) -> str:
 
 
 def _embedded(data: object) -> str:
-    """JSON that no name in it can end the script element of."""
+    """JSON in which no name can end the script element."""
     text = json.dumps(data, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
