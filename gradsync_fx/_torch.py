@@ -1,4 +1,4 @@
-"""The one place that names private or version-dependent parts of torch.
+"""The one module that names private or version-dependent parts of torch.
 
 Seen in torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0; docs/versions.md has what passed there (`make test-torch`). A name
 that is gone raises `VersionError` on import of the package, with torch's version, ours, and the range that was tested.
@@ -164,7 +164,7 @@ FORMATS_NUMBERS = torch_version() >= (2, 13)
 
 
 def written_outside() -> list[tuple[int, bool]]:
-    """Inputs that AOTAutograd writes itself, behind the graph that it compiles, which returns their values first.
+    """Inputs that AOTAutograd writes itself, after the graph that it compiles, which returns their values first.
 
     Each with whether it becomes another tensor (`x.data = y`), not only another value. Seen in 2.13.
     """
@@ -182,7 +182,7 @@ def written_outside() -> list[tuple[int, bool]]:
 def inputs_given_back() -> dict[int, int]:
     """Outputs of the graph that AOTAutograd compiles which are inputs, written in the graph: the input of each.
 
-    Counted behind what `written_outside` names. Seen in 2.13.
+    Counted after what `written_outside` names. Seen in 2.13.
     """
     context = TracingContext.try_get()
     found = context.fw_metadata if context is not None else None
@@ -251,7 +251,7 @@ def in_order_with_collectives(started: Any) -> AbstractContextManager[Any]:
 
 
 def as_dynamic(entry: Any) -> Any:
-    """What Dynamo remembers of a number that was seen to change."""
+    """Dynamo's record of a number, marked as one that changes."""
     return replace(entry, scalar=auto_dynamic)
 
 
@@ -287,7 +287,7 @@ def has_hooks(tensor: torch.Tensor) -> bool:
 
 
 def step_hooks(optimizer: Optimizer) -> list[Any]:
-    """Hooks ahead of an optimizer's step and behind it: its own, and those of all optimizers."""
+    """Hooks before and after an optimizer's step: its own, and those of all optimizers."""
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     own = (
         getattr(optimizer, name, {}) for name in names
@@ -297,12 +297,12 @@ def step_hooks(optimizer: Optimizer) -> list[Any]:
 
 
 def counted_by_scheduler(step: Any) -> bool:
-    """Whether an optimizer's `step` is what a scheduler put round it, to count its calls."""
+    """Whether an optimizer's `step` is a scheduler's wrapper, which counts its calls."""
     return hasattr(step, "_wrapped_by_lr_sched")
 
 
 def communication_hooks(ddp: DistributedDataParallel) -> list[Any]:
-    """What takes the place of a DDP module's all-reduces."""
+    """The communication hooks of a DDP module, which replace its all-reduces."""
     return [hook for hook, _ in getattr(ddp, "_comm_hooks", [])]
 
 

@@ -1,4 +1,4 @@
-"""`optimize`: the front door."""
+"""`optimize`: from a training step to an `OptimizedStep`."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def optimize(
 def optimize(train_step: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Gradient accumulation under data parallelism, in the compiler.
 
-    train_step: an ordinary training step (forward, `backward()`, `optimizer.step()`, in any form: function, closure,
+    train_step: an ordinary training step (forward, `backward()`, `optimizer.step()`, of any kind: function, closure,
     method), without accumulation logic. Returned is an `OptimizedStep`, called like it; without `train_step`, a
     decorator. Each call is one micro-step; every k-th call of a window is the boundary, which reduces the window's sums
     over the ranks, once, and updates.
@@ -105,7 +105,7 @@ def optimize(train_step: Callable[..., Any] | None = None, **options: Any) -> An
         and "eager" run them with torch's own kernels; a callable gets (GraphModule, example inputs).
     without (()): what Inductor's programs are made without, to compare or to find a fault: "overlap" (waits after the
         backward), "in_place" (buckets reduced where they lie), "products" (that add themselves to their sums),
-        "updates" (one kernel for parameters alike), "shared_compile" (one process of a host compiles for all).
+        "updates" (one kernel for parameters of one kind), "shared_compile" (one process of a host compiles for all).
 
     >>> step = gradsync_fx.optimize(train_step, gradient_accumulation_steps=2)
     >>> for x, y in batches:  # x: (rows, 8), y: (rows, 1), as the step wants them

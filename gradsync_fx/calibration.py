@@ -1,4 +1,4 @@
-"""`calibrate`: the three numbers of this machine that the report's estimate goes by."""
+"""`calibrate`: measures the three numbers of this machine that the report's cost model uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`diagnose`: a doctor for eager training loops that accumulate without `optimize`."""
+"""`diagnose`: finds mistakes in eager training loops that accumulate gradients without `optimize`."""
 
 from __future__ import annotations
 

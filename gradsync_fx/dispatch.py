@@ -1,4 +1,4 @@
-"""From a call to what runs it: a captured step, or the step as it is where it cannot be captured and the options allow.
+"""Dispatches a call: to a captured step, or to the step as it is where it cannot be captured and options allow that.
 
 arguments -> traced step (capture/tracer.py) -> CapturedWindow
 arguments -> EagerWindow                        after a `CaptureError`, with on_unsupported="eager"
@@ -30,9 +30,9 @@ from gradsync_fx.user_lines import warn_user
 
 
 class Dispatch:
-    """Calls the traced step, or the step as it is: to run it, or only to learn which capture some arguments lead to.
+    """Calls the traced step, or the step as it is; or only finds which capture some arguments lead to.
 
-    eager: from the call on that showed that it cannot be captured. at_end: what is to be done when the step is gone.
+    eager: set by the first call that could not be captured. at_end: callbacks for when the step is gone.
     """
 
     def __init__(self, train_step: Callable[..., Any], executor: Executor) -> None:

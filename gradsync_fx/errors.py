@@ -1,4 +1,4 @@
-"""Every error and warning of the package; each says culprit, seen, wanted, and what to do."""
+"""Every error and warning of the package; each names culprit, seen, wanted, and what to do."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class UpdateError(CaptureError):
 
 
 class LeftOutError(GradSyncError):
-    """A call that cannot be traced, and so runs behind the program, touches what the step is made of."""
+    """A call that cannot be traced, and so runs after the program, touches what the step is made of."""
 
 
 class ReadBeforeBoundaryError(GradSyncError):

@@ -1,4 +1,4 @@
-"""`explain`: what would become of a step at any number of ranks, running nothing."""
+"""`explain`: the report of a step for any number of ranks, without running it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The garbage collector, off while graphs are built: they are thousands of live objects, allocated at once."""
+"""GC off: building a graph allocates thousands of live nodes, and each collection would rescan what Dynamo keeps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_off() -> Iterator[None]:
-    """Each collection would rescan everything that Dynamo keeps, and find no garbage."""
+    """Turns the garbage collector off for the block."""
     was_on = gc.isenabled()
     gc.disable()
     try:

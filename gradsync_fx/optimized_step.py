@@ -1,4 +1,4 @@
-"""What `optimize` returns: a step with a window, to be called, asked and saved."""
+"""`OptimizedStep`, what `optimize` returns: called like the step, with controls and state of its window."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class OptimizedStep(Generic[P, R]):
         self._to_check = options.self_check
         self._simulated, self._train_step = simulated is not None, train_step
         self._dispatch = Dispatch(train_step, self._executor)
-        # The executor outlives this object just long enough to tell what was lost with it.
+        # The finalizer below needs these when this object is gone.
         self._name = getattr(train_step, "__name__", type(train_step).__name__)
         code = getattr(train_step, "__code__", None)
         self._line = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
@@ -337,6 +337,6 @@ def _mistakes_of(step: OptimizedStep) -> tuple[str, ...]:
 
 
 def _end(executor: Executor, name: str, line: str, at_end: ExitStack) -> None:
-    """Of a step that is gone."""
+    """The finalizer of a step: warns of a window that is lost, and releases what Dynamo holds."""
     warn_of_pending(executor, name, line)
     at_end.close()

@@ -1,4 +1,4 @@
-"""The refusal of gradient scalers, which captured and eager steps share."""
+"""The error for gradient scalers, shared by captured and eager steps."""
 
 from __future__ import annotations
 

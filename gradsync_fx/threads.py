@@ -1,8 +1,7 @@
-"""What two threads of a process may not do at once: use one step, or patch torch.
+"""Mutual exclusion of threads: refuses a second thread that uses one step, or patches torch, at the same time.
 
-Captures and compilations of two threads follow each other, under the lock that Dynamo takes for its own; a thread that
-waits for it holds nothing that others wait for. Where waiting could hang, as the threads of two ranks may stand in
-another order, the second thread is refused.
+Captures and compilations are serialized by Dynamo's own lock; a thread that waits for it holds no other lock. Elsewhere
+waiting could deadlock, as the threads of two ranks may come in different orders: there the second thread is refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Numbers and names in messages and reports, said as a person would say them."""
+"""Numbers and names as text for messages and reports: plurals, commas, function names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One window both ways on copies of the user's objects, compared: so that nobody has to believe us.
+"""`self_check`: runs one window both ways on copies of the user's objects, and compares the results.
 
 The reference is `reference_window`: the user's function in plain eager PyTorch, which shares no code with the runtime.
 It runs twice, the second time from parameters that differ in their last bit: what that changes is rounding, whatever
@@ -153,7 +153,7 @@ def check(
                 ours.results = [_kept(step(*a, **n)) for a, n in ours.calls]
                 said = mistakes(step)
             finally:
-                step.discard()  # after an error: nobody is to hear of the window of a copy
+                step.discard()  # after an error: no warning of a copy's open window
     values = tuple(_compared(ours, plain, rounded, _precision(options), rtol))
     setting = find_setting(plain.copy, options)
     apart = torch.zeros(setting.world)

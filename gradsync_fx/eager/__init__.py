@@ -1,4 +1,4 @@
-"""A step that cannot be captured, run as it is: the same windows and checkpoints, without the graph rewrite.
+"""Steps that cannot be captured run eagerly: the same windows and checkpoints, without the graph rewrite.
 
 May import: ir, comm, optim, capture, planning, runtime, checking, diagnosis.
 """

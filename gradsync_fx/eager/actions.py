@@ -1,5 +1,5 @@
-"""What a step does with its gradients between `backward` and its end, remembered: a window that closes without data
-does it again."""
+"""Records what a step does with its gradients between `backward` and its end, to replay it where a window closes without
+data."""
 
 from __future__ import annotations
 

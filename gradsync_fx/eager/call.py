@@ -1,4 +1,4 @@
-"""One call of a step that runs eagerly: what became of its gradients, one optimizer after the other."""
+"""`EagerCall`: one call of a step that runs eagerly, and its gradients, one optimizer after the other."""
 
 from __future__ import annotations
 

@@ -159,9 +159,9 @@ class Effects:
             result = function(*copied[0], **copied[1])
         if not ready:
             result = as_given(result, copied, (args, kwargs))
-        places = {storage_of(t) for t in given}
+        addresses = {storage_of(t) for t in given}
         fresh = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
-        fresh = [t for t in fresh if storage_of(t) and storage_of(t) not in places]
+        fresh = [t for t in fresh if storage_of(t) and storage_of(t) not in addresses]
         for tensor in fresh:
             slot = self.new_slot() if made else None
             self._known[storage_of(tensor)] = Held(alive(tensor), origin, slot=slot)
@@ -205,33 +205,33 @@ class Effects:
         made, signs = Origin(), list[int]()
         own = {storage_of(t) for t in targets}
         for tensor in given:
-            place, held = storage_of(tensor), self._held(tensor)
+            address, held = storage_of(tensor), self._held(tensor)
             if held is not None:
                 found = held.origin
                 made = made.joined(found)
                 signs.append(0 if found.data and not found.reads else found.sign)
-            elif place in self._parameters:
-                owner = self._parameters[place]
+            elif address in self._parameters:
+                owner = self._parameters[address]
                 updated = self._call.stepped & {owner} if owner is not None else set[int]()
                 made = made.joined(Origin(frozenset(updated)))
-                signs.append(place)
-            elif place in self._buffers or place in own:
-                made = made.joined(Origin(kept=frozenset({place})))
-                signs.append(place)
+                signs.append(address)
+            elif address in self._buffers or address in own:
+                made = made.joined(Origin(kept=frozenset({address})))
+                signs.append(address)
             else:
-                made = made.joined(Origin(kept=frozenset({place}), data=True))
+                made = made.joined(Origin(kept=frozenset({address}), data=True))
         plain = [v for v in tree_leaves(how[1:]) if isinstance(v, int | float)] if how else []
         return replace(made, sign=hash((how and how[0], *plain, *signs)))
 
     def _late(self, target: torch.Tensor, origin: Origin) -> Origin | None:
         """Where a write belongs to the update: what it depends on."""
-        place = storage_of(target)
-        each_call = place in self._buffers and origin.data
+        address = storage_of(target)
+        each_call = address in self._buffers and origin.data
         if origin.gradient or (origin.reads and not each_call):
             return origin
-        if origin.data or place not in self._parameters:
+        if origin.data or address not in self._parameters:
             return None
-        owner, numbers = self._parameters[place], range(len(self._step.objects.optimizers))
+        owner, numbers = self._parameters[address], range(len(self._step.objects.optimizers))
         return replace(origin, reads=frozenset(numbers if owner is None else {owner}))
 
     def _ready(self, late: Origin) -> bool:
@@ -273,8 +273,8 @@ class Effects:
 
     def _name(self, target: torch.Tensor) -> str:
         named = {**self._step.objects.parameters, **self._step.objects.buffers}
-        place = storage_of(target)
-        found = next((n for n, t in named.items() if storage_of(t) == place), "")
+        address = storage_of(target)
+        found = next((n for n, t in named.items() if storage_of(t) == address), "")
         return repr(found) if found else f"a tensor of shape {tuple(target.shape)}"
 
     def _nothing_drawn(self, function: Any, origin: Origin) -> Any:
@@ -286,11 +286,11 @@ class Effects:
         return torch.random.fork_rng()
 
     def _mark(self, target: torch.Tensor, origin: Origin, late: Origin | None) -> None:
-        held, place = self._held(target), storage_of(target)
+        held, address = self._held(target), storage_of(target)
         if held is not None:
             held.origin = origin.joined(held.origin)
-        elif late is not None and place and place not in self._parameters:
-            self._known[place] = Held(alive(target), late, born=False)
+        elif late is not None and address and address not in self._parameters:
+            self._known[address] = Held(alive(target), late, born=False)
 
     # Notes.
 

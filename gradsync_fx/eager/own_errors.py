@@ -1,4 +1,4 @@
-"""The user's own exception, where a step cannot be traced, or its program run, because it raises.
+"""Finds the user's own exception where a trace or a program failed because the step itself raises.
 
 A trace runs the step on tensors without values, and what the step raises there becomes torch's report of it; what a
 program raises names no line of the step. Where either failed, the step itself is run once, as it stands and with its

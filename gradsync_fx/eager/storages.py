@@ -1,4 +1,4 @@
-"""What is known of a storage while a step runs eagerly, and what an operation does to storages."""
+"""Records of storages while a step runs eagerly: what each value is made of, and what an operation writes."""
 
 from __future__ import annotations
 

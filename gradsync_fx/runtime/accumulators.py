@@ -1,4 +1,4 @@
-"""The running sums of a window: who has one, what was added since the window opened, zeroing."""
+"""The accumulators of a window: which parameters have one, what was added since it opened, and their zeroing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One captured step at work: what is known of it, its programs, and what runs them.
+"""`CapturedStep`: one captured step at run time, made of its facts, its program cache and its runner.
 
     facts (captured_facts.py)      fixed at the capture
     programs (program_cache.py)    compiled on first need

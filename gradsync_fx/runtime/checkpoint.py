@@ -1,4 +1,4 @@
-"""Between the runtime and a state dict: what is gathered from whom, and where it goes back to."""
+"""Saves and loads a window: gathers the runtime's state into a state dict or file, and puts it back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a call that was cut off may have left half done, so that no later call builds on it.
+"""Tracks what an interrupted call may have left half done, so that no later call builds on it.
 
 A call says what it is about to do before it does it, and that it is over when nothing can go wrong any more:
 

@@ -1,4 +1,4 @@
-"""A rank without data in the accumulate call of the others, where that call reduces (sync_each_batch)."""
+"""How a rank without data participates in the others' accumulate calls, where those reduce (sync_each_batch)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the runtime asks of a step. Two kinds answer: `CapturedStep`, and `EagerStep` of a step that runs as it is."""
+"""The interface of a step to the runtime, implemented by `CapturedStep` and by `EagerStep`."""
 
 from __future__ import annotations
 

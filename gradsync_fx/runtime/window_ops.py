@@ -1,4 +1,4 @@
-"""What is done to a window besides calling the step: flushed, skipped into, dropped, given another length."""
+"""Operations on a window other than calls of the step: flush, skip, discard, another length."""
 
 from __future__ import annotations
 
