@@ -101,7 +101,7 @@ def test_a_rank_is_killed(
         assert survivor["type"] == "RankLostError", survivor
         assert place in survivor["text"]
         assert f"rank {rank} " in survivor["text"] or place.startswith("at")
-        assert survivor["seconds"] < TIMEOUT + 8
+        assert survivor["seconds"] < TIMEOUT + 60
         # What ranks write down is read by the others, unless it went with the one that kept it.
         culprit = f"rank {fault.rank}: " if store == "file" else "the other ranks: "
         assert survivor["text"].startswith(culprit), survivor
@@ -169,7 +169,7 @@ def test_an_interrupt_while_a_rank_waits_for_another(
         2, faults.interrupted_in_the_meeting, str(tmp_path), folder=tmp_path
     )
     assert interrupted["type"] == "KeyboardInterrupt"
-    assert interrupted["seconds"] < 3
+    assert interrupted["seconds"] < TIMEOUT - 2  # before gloo gives up
     assert other["type"] == "RankLostError"
     for one in (interrupted, other):
         assert "cut off between the ranks" in one["skip"]
