@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradsync_fx.comm import shared_memory
-from gradsync_fx.comm.flat_buffers import allocate, joined
+from gradsync_fx.comm.flat_buffers import allocate, contiguous_view
 from gradsync_fx.comm.shared_memory import Address, Reached, address, open_room
 from tests.mortals import mortals
 from tests.reference import Window, accumulation, regression
@@ -155,7 +155,7 @@ def test_room_in_stretches() -> None:
     one = allocate([torch.empty(2, 5)], torch.float32, room)
     two = allocate([torch.empty(()), torch.empty(2)], torch.float64, room)
     for sums in (one, two):
-        flat = joined(sums)
+        flat = contiguous_view(sums)
         assert flat is not None
         assert flat.data_ptr() % shared_memory.PAGE == 0
         assert not flat.any()
