@@ -124,7 +124,7 @@ def _machine() -> str | None:
         return None  # no /proc, no way to others
 
 
-class Reached:
+class MappedFiles:
     """Memory of other processes, each file mapped once."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from dataclasses import astuple, dataclass
 import torch
 
 from gradsync_fx.comm.rendezvous import Line
-from gradsync_fx.comm.shared_memory import Address, Reached, address
+from gradsync_fx.comm.shared_memory import Address, MappedFiles, address
 from gradsync_fx.ir.ops import ALL_REDUCE_IN_PLACE, WAIT
 
 
@@ -88,21 +88,21 @@ def find_shared(line: Line, flats: Sequence[torch.Tensor | None]) -> list[Shared
     everyone = [[there and Address(*there) for there in json.loads(text)] for text in texts]
     if len({len(addresses) for addresses in everyone}) > 1:  # a rank was told not to
         return [None] * len(flats)
-    reached = Reached()
+    files = MappedFiles()
     found: list[SharedBucket | None] = []
     for flat, *addresses in zip(flats, *everyone, strict=True):
-        found.append(None if flat is None else _reach(reached, flat, addresses, line.rank))
+        found.append(None if flat is None else _reach(files, flat, addresses, line.rank))
     rows = line.gather([float(bucket is not None) for bucket in found])
     agreed = [all(column) for column in zip(*rows, strict=True)]
     return [b if all_reach else None for b, all_reach in zip(found, agreed, strict=True)]
 
 
 def _reach(
-    reached: Reached, flat: torch.Tensor, addresses: Sequence[Address | None], rank: int
+    files: MappedFiles, flat: torch.Tensor, addresses: Sequence[Address | None], rank: int
 ) -> SharedBucket | None:
     copies = []
     for other, there in enumerate(addresses):
-        copy = None if there is None else reached.tensor(there, flat.dtype)
+        copy = None if there is None else files.tensor(there, flat.dtype)
         if copy is None:
             return None
         copies.append(flat if other == rank else copy)

@@ -51,7 +51,7 @@ class Body:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class BodyCall:
     """One use of a body. params: positions in the optimizer; states, scalars: positions in the update's lists.
 
     written: the places of the body's outputs behind the new params.
@@ -71,14 +71,14 @@ def whole(
     states: Sequence[Place],
     scalar_count: int,
     written: Sequence[Place],
-) -> Call:
+) -> BodyCall:
     """The update as one call."""
     body = Body(graph, tensors, pointwise=False)
     scalars = tuple(range(scalar_count))
-    return Call(body, tuple(which), tuple(range(len(states))), scalars, tuple(written))
+    return BodyCall(body, tuple(which), tuple(range(len(states))), scalars, tuple(written))
 
 
-def split(update: Call, states: Sequence[Place]) -> list[Call] | None:
+def split(update: BodyCall, states: Sequence[Place]) -> list[BodyCall] | None:
     """One call for each parameter; None where their updates are not independent of each other."""
     graph, which = update.body.graph, update.params
     holders = graph.find_nodes(op="placeholder")
@@ -127,7 +127,7 @@ def split(update: Call, states: Sequence[Place]) -> list[Call] | None:
         if text not in bodies:
             bodies[text] = Body(_copied(inputs, nodes, results[j]), update.body.tensors, pointwise)
         calls.append(
-            Call(bodies[text], (which[j],), (*mine, *shared), tuple(scalars), tuple(written[j]))
+            BodyCall(bodies[text], (which[j],), (*mine, *shared), tuple(scalars), tuple(written[j]))
         )
     return calls
 

@@ -49,7 +49,7 @@ from gradsync_fx.optim.host_arithmetic import rigid_numbers, split_host, ties
 from gradsync_fx.optim.number_tensor import Counter, is_counter, plain
 from gradsync_fx.optim.reached import Unseen, plain_step
 from gradsync_fx.optim.state import State
-from gradsync_fx.optim.subgraphs import Call, Place, split, whole
+from gradsync_fx.optim.subgraphs import BodyCall, Place, split, whole
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class Update:
 
     optimizer: Optimizer
     which: tuple[int, ...]
-    calls: list[Call]
+    calls: list[BodyCall]
     states: list[Place]
     host: GraphModule
     numbers: list[tuple[list[Place], int | None]]

@@ -18,7 +18,7 @@ _aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class WireScale:
     """A power of two that terms are multiplied by ahead of the wire, and what undoes it."""
 
     factor: Node | float
@@ -38,7 +38,7 @@ def reduce_bucket(
     *,
     wire_dtype: torch.dtype | None = None,
     behind: Sequence[Node] = (),
-    scale: Scale | None = None,
+    scale: WireScale | None = None,
     early: bool = False,
 ) -> list[Node]:
     """The terms, one for each leaf of the bucket, summed over the ranks by one all-reduce; dtypes as before.

@@ -91,10 +91,10 @@ class Cut:
 
 def cut_updates(module: GraphModule) -> Cut:
     """Takes the calls that kernels can make out of a program; `module` becomes the main program."""
-    return _Cutter(module).cut()
+    return _UpdateCutter(module).cut()
 
 
-class _Cutter:
+class _UpdateCutter:
     def __init__(self, module: GraphModule) -> None:
         self.module, self.graph = module, module.graph
         self.position = {h: i for i, h in enumerate(self.graph.find_nodes(op="placeholder"))}

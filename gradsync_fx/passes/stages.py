@@ -78,10 +78,10 @@ def is_cut(program: Program) -> bool:
 
 def cut(program: Program) -> Stages:
     """The stages of a program with opaque updates; the program itself stays as it is."""
-    return _Cutter(program).stages()
+    return _StageCutter(program).stages()
 
 
-class _Cutter:
+class _StageCutter:
     def __init__(self, program: Program) -> None:
         self._program = program
         graph = program.module.graph

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from gradsync_fx.ir.builder import Draft
 from gradsync_fx.ir.ops import argument
 from gradsync_fx.ir.program import Kind, Slot
-from gradsync_fx.optim.subgraphs import Body, Call
+from gradsync_fx.optim.subgraphs import Body, BodyCall
 from gradsync_fx.planning.plan import Plan
 
 
@@ -84,7 +84,7 @@ def _add_body(draft: Draft, label: str, body: Body) -> str:
     return name
 
 
-def _call(draft: Draft, marker: Node, name: str, call: Call, inputs: list[Node]) -> list[Node]:
+def _call(draft: Draft, marker: Node, name: str, call: BodyCall, inputs: list[Node]) -> list[Node]:
     """A body's results in the forms of what they replace; those of new state as in the trace."""
     (out,) = call.body.graph.find_nodes(op="output")
     count = len(call.params)

@@ -19,7 +19,7 @@ from torch.fx import Node
 from gradsync_fx.ir.builder import Draft
 from gradsync_fx.ir.ops import Role, argument
 from gradsync_fx.ir.program import Kind, Slot
-from gradsync_fx.passes.bucket import Scale, reduce_bucket
+from gradsync_fx.passes.bucket import WireScale, reduce_bucket
 from gradsync_fx.passes.sums import cast, filled
 from gradsync_fx.planning.plan import Bucket, Plan, Reduction, carrier
 
@@ -172,15 +172,15 @@ def _reduce_weight(
     return total
 
 
-def _scale(draft: Draft, plan: Plan, weight: Node | None) -> Scale:
+def _scale(draft: Draft, plan: Plan, weight: Node | None) -> WireScale:
     """2 to the power that makes the sum over `weight` (of all ranks) no larger than the mean."""
     if weight is None:
         power = 2.0 ** math.ceil(math.log2(plan.world))
-        return Scale(1 / power, power)
+        return WireScale(1 / power, power)
     with draft.after(weight):
         one = filled(draft, 1.0, weight.meta["val"])
         some = draft.call(_aten.gt.Scalar, weight, 0.0)
         counted = draft.call(_aten.where.self, some, weight, one)
         exponent = draft.call(_aten.ceil.default, draft.call(_aten.log2.default, counted))
         inverse = draft.call(_aten.exp2.default, exponent)
-        return Scale(draft.call(_aten.reciprocal.default, inverse), inverse)
+        return WireScale(draft.call(_aten.reciprocal.default, inverse), inverse)
