@@ -228,7 +228,12 @@ class CapturedStep:
             try:
                 with compile_lock, compiling(self.options.rank_timeout):
                     program = self._build(key)
-                    one = partial(lower, fake_mode=self.capture.fake_mode, options=self.options)
+                    one = partial(
+                        lower,
+                        fake_mode=self.capture.fake_mode,
+                        options=self.options,
+                        journal=self.journal,
+                    )
                     tensors = {**self.capture.buffers, **self.capture.parameters}
                     lowered = in_stages(program, one, tensors)
             except Exception as failure:
