@@ -228,12 +228,8 @@ class CapturedStep:
             try:
                 with compile_lock, compiling(self.options.rank_timeout):
                     program = self._build(key)
-                    one = partial(
-                        lower,
-                        fake_mode=self.capture.fake_mode,
-                        options=self.options,
-                        journal=self.journal,
-                    )
+                    mode, journal = self.capture.fake_mode, self.journal
+                    one = partial(lower, fake_mode=mode, options=self.options, journal=journal)
                     tensors = {**self.capture.buffers, **self.capture.parameters}
                     lowered = in_stages(program, one, tensors)
             except Exception as failure:
