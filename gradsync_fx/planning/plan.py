@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -98,6 +98,36 @@ class Plan:
         if source.target is LEAF_GRAD:
             return self.part_of_leaf[int(argument(source, 1))]
         return self.part_of_update[source]
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """One all-reduce: a bucket's sums, a part's weight, or both in one."""
+
+    bucket: Bucket | None  # None for a weight that is sent by itself
+    weight: int | None = None  # the part whose weight this is; None for a bucket by itself
+    early: bool = False  # the buckets after it wait for it: they are scaled by it
+
+
+def scales_wire(plan: Plan) -> bool:
+    """Whether sums are scaled for the wire by how many terms they hold: float16 ends at 65504."""
+    return plan.wire_dtype is torch.float16 and plan.group is not None
+
+
+def sending_order(
+    plan: Plan, buckets: Iterable[Bucket], weights: Collection[int], *, scaled: bool
+) -> list[Sent]:
+    """What goes over the ranks, in the order that is the same on all of them, whatever runs there.
+
+    weights: parts whose weight is wanted. scaled: buckets need their part's weight before they are sent.
+    """
+    if scaled:
+        first = [Sent(None, part, early=True) for part in weights]
+        return [*first, *(Sent(bucket) for bucket in buckets)]
+    carriers = {carrier(plan, part): part for part in weights}
+    sent = [Sent(bucket, carriers.get(bucket)) for bucket in buckets]
+    alone = [part for part in weights if carrier(plan, part) is None and plan.group is not None]
+    return [*sent, *(Sent(None, part) for part in alone)]
 
 
 def carrier(plan: Plan, part: int) -> Bucket | None:
