@@ -1,24 +1,19 @@
 """Which nodes of a step are its micro-step and which its update, by data flow and by what is written.
 
-gradient marker   the running gradient of a leaf; the window's sum is spliced in here. A marker that only feeds the
-                  next marker of its leaf (a second backward) is a partial sum, not a cut.
-beyond            nodes that depend on a gradient: clipping, norms, hand-written reductions, the update
-writes            every call, unless the value depends on a gradient or on the update; then boundary. (A buffer fed by
-                  data through updated parameters, as batch statistics in a GAN step, is written on every call, computed
-                  from the parameters as they are.) What a parameter becomes of itself alone (a decay, a projection):
-                  the boundary. One that forward writes from data, and that is updated behind that, has both: on every
-                  call what the update would be given (early_writes)
-outputs           likewise: what depends on a gradient, or on the update alone, is the boundary's
-tail              an update without a micro-step reads the user's own tensors (tail_data: an average of the weights, its
-                  decay), and gives those outputs of the boundary that read none (tail_outputs: a clipped norm)
-stages            how many updates or reduced gradients of the same call a leaf's gradient lies behind (a generator's,
-                  behind the update of its discriminator): leaves of two stages cannot share an all-reduce
-                  late_outputs are of data and of updated parameters: a loss after the update
-host              values that the host's own calls want (a scheduler's metric), which wait like outputs: boundary_host
-sources           what a write or an output of the boundary depends on first: gradients and updates
-collectives       those that reduce no gradient, each with the sources that it waits for: they are effects, which every
-                  rank has, whoever uses their results. Those that wait, and read no data of the micro-step, stand in
-                  the tail, too (tail_collectives)
+forward, backward -> gradient markers (the cut) -> clipping, norms, update -> writes, outputs
+`---- runs on every call ----------------'       `---- runs in the call that closes the window, or in a tail ----'
+
+A write happens on every call, unless its value depends on a gradient or on the update; then it is the boundary's. Three
+kinds of write need more than that:
+
+- a buffer that is fed by data through updated parameters (batch statistics in a GAN's step) is written on every call,
+  computed from the parameters as they are
+- what a parameter becomes of itself alone (a decay, a projection) is the boundary's
+- a parameter that forward writes from data, and that is updated after that, has both: on every call it gets what the
+  update would be given
+
+Outputs go the same way. A tail is an update without a micro-step: it has no data of the user's, other than tensors that
+updates read. Collectives that reduce no gradient are effects, which every rank has, whoever uses their results.
 
 Nothing here reads a node's name or metadata; those serve messages only.
 """
@@ -40,33 +35,55 @@ from gradsync_fx.ir.program import Kind, Slot, Step, output_values, writes
 
 @dataclass(frozen=True, slots=True)
 class HandSync:
-    """A gradient reduction that the user wrote: this wait's value is the reduced gradient of the leaf."""
+    """A gradient reduction that the user wrote."""
 
-    wait: Node
-    op: str
-    group: str
+    wait: Node  # its value is the reduced gradient of the leaf
+    op: str  # as torch's functional collectives name it: "sum", "avg"
+    group: str  # by the name of the process group
 
 
 @dataclass(frozen=True, slots=True)
 class Regions:
-    """The parts of one step; nodes are the step's own."""
+    """The parts of one step; nodes are the step's own. Found once, when it is captured; never changed.
 
+    "Sources" of a node: the gradient markers and updates that it depends on first. It waits for all their parts.
+    """
+
+    # By leaf, in the order in which gradients become ready: its markers, at which the window's sum is spliced in. More
+    # than one where the step zeroes the gradient and computes it again.
     gradients: dict[int, tuple[Node, ...]]
+    # Markers that only feed the next marker of their leaf (a second backward): partial sums, no cut.
     partial: frozenset[Node]
+    # The update markers, in the step's order.
     updates: tuple[Node, ...]
+    # All that depends on a gradient or an update, these included: clipping, norms, hand-written reductions.
     beyond: frozenset[Node]
+    # Writes that wait for the boundary, each with its sources; all others happen on every call.
     boundary_writes: dict[Node, frozenset[Node]]
+    # Those of them that on every call write what the update would be given.
     early_writes: frozenset[Node]
+    # Outputs of the boundary alone, by position, each with its sources.
     boundary_outputs: dict[int, frozenset[Node]]
+    # By update: the sources of its gradients.
     update_sources: dict[Node, frozenset[Node]]
+    # By leaf: how many updates or reduced gradients of the same call its gradient depends on, one through another (a
+    # generator's on the update of its discriminator). Leaves of two stages cannot share an all-reduce.
     stages: dict[int, int]
+    # Positions of the user's own tensors that a tail reads (an average of the weights, its decay).
     tail_data: tuple[int, ...]
+    # Outputs of the boundary that a tail gives, too: they read no data (a clipped norm).
     tail_outputs: tuple[int, ...]
+    # Outputs of data and of updated parameters (a loss after the update), by position.
     late_outputs: tuple[int, ...]
+    # By argument of the host's calls (a scheduler's metric): the sources of those that wait like outputs.
     boundary_host: dict[int, frozenset[Node]]
+    # By leaf: the user's own all-reduce of this gradient alone.
     hand: dict[int, HandSync]
+    # Leaves whose gradient the user reduces together with others, in one tensor.
     hand_flat: frozenset[int]
+    # Collectives that reduce no gradient, each with its sources; empty for those of every call.
     collectives: dict[Node, frozenset[Node]]
+    # Those of them that a tail runs, too: they wait, and read no data of the micro-step.
     tail_collectives: frozenset[Node]
 
     @property
