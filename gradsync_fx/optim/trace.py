@@ -54,27 +54,27 @@ from gradsync_fx.optim.subgraphs import BodyCall, Place, split, whole
 
 @dataclass(slots=True)
 class Update:
-    """A traced update of the parameters at positions `which` of one optimizer.
+    """A traced update of one optimizer.
 
-    calls: the arithmetic on tensors, of `states` and scalars (one for each output of `host`) among others.
-    host: numbers at `numbers` -> (scalars for the calls, then the numbers of `number_out`). lasting: unless a
-    condition ties a number that the update changes to its value.
+    host(*numbers) -> scalars for the calls, then the numbers that the update leaves, as `number_out` says where.
     """
 
     optimizer: Optimizer
-    which: tuple[int, ...]
-    calls: list[BodyCall]
-    states: list[Place]
-    host: GraphModule
-    numbers: list[tuple[list[Place], int | None]]
-    number_out: list[list[Place]]
-    scalar_count: int
-    conditions: list[Any]
-    symbols: list[Any]
-    constants: list[tuple[Place, Any]]
-    structure: dict[int, tuple[str, ...]]
-    footprint: Footprint
-    lasting: bool = True
+    which: tuple[int, ...]  # positions of the parameters that have a gradient
+    calls: list[BodyCall]  # the arithmetic on tensors, in order
+    states: list[Place]  # state tensors that it reads, in the order of the program's inputs
+    host: GraphModule  # the arithmetic on numbers, which the host does before each run
+    numbers: list[
+        tuple[list[Place], int | None]
+    ]  # for each: where it lies, equal in all, and its part of a tuple
+    number_out: list[list[Place]]  # where each number that it leaves goes
+    scalar_count: int  # outputs of `host` that the calls read
+    conditions: list[Any]  # on `symbols`, under which the trace holds
+    symbols: list[Any]  # one for each of `numbers`
+    constants: list[tuple[Place, Any]]  # what was traced as a constant, and its value then
+    structure: dict[int, tuple[str, ...]]  # names of each parameter's state at the trace
+    footprint: Footprint  # what else its code read
+    lasting: bool = True  # unless a condition ties a number that the update changes to its value
 
     @property
     def created(self) -> list[Place]:

@@ -29,6 +29,7 @@ from gradsync_fx.errors import VerificationError
 from gradsync_fx.ir.memory import aliased, written
 from gradsync_fx.ir.ops import WAIT
 from gradsync_fx.ir.program import Program, output_values
+from gradsync_fx.passes.rewritten import KernelCall, Rewritten, Wait
 from gradsync_fx.passes.symbolic import (
     Fault,
     Machine,
@@ -40,23 +41,24 @@ from gradsync_fx.passes.symbolic import (
 
 
 @dataclass(frozen=True, slots=True)
-class Behind:
-    """What the host runs behind the main program: a graph, or the wait for a bucket of sums (`module` is None).
+class _After:
+    """What the host runs after the main program."""
 
-    inputs: positions among the program's inputs and, behind these, the outputs of the main program.
-    """
+    module: GraphModule | None  # None: it waits for a bucket of sums
+    inputs: tuple[
+        int, ...
+    ]  # positions among the program's inputs, then the main program's extra outputs
 
-    module: GraphModule | None
-    inputs: tuple[int, ...]
 
-
-def check_lowered(program: Program, main: GraphModule, behind: Sequence[Behind]) -> None:
+def check_lowered(rewritten: Rewritten) -> None:
     """Raises `VerificationError` naming the input or output that ends as another value than the program says."""
+    program, main = rewritten.program, rewritten.main
+    after = [_after(rewritten, call) for call in rewritten.cut.calls]
     terms = Terms()
     meant, done = Machine(terms), Machine(terms)
     count = len(program.slots)
     meant_outputs = _run(program, meant, program.module, ())
-    outputs = _run(program, done, main, behind)
+    outputs = _run(program, done, main, after)
     for slot, root in zip(program.slots, range(count), strict=True):
         _compare(program, f"{slot.kind} {slot.name!r}", meant.memory[root], done.memory[root])
     results = output_values(program.module)
@@ -65,19 +67,26 @@ def check_lowered(program: Program, main: GraphModule, behind: Sequence[Behind])
     _compare_counts(program, "collective", meant.sent, done.sent)
     _compare_counts(program, "wait", meant.waited, done.waited)
     _compare_counts(program, "effect", meant.effects, done.effects)
-    for module in (main, *(b.module for b in behind if b.module is not None)):
+    for module in rewritten.modules():
         _check_storages(program, module)
 
 
+def _after(rewritten: Rewritten, call: KernelCall | Wait) -> _After:
+    inputs = len(rewritten.program.slots)
+    values = call.sums if isinstance(call, Wait) else (*call.tensors, *call.scalars)
+    positions = tuple(v.index + (inputs if v.kind == "extra" else 0) for v in values)
+    return _After(None if isinstance(call, Wait) else rewritten.updates[call.kernel], positions)
+
+
 def _run(
-    program: Program, machine: Machine, main: GraphModule, behind: Sequence[Behind]
+    program: Program, machine: Machine, main: GraphModule, after: Sequence[_After]
 ) -> list[object]:
     inputs = [machine.bind(machine.terms.make("input", i)) for i in range(len(program.slots))]
     try:
         outputs = machine.run(main, inputs)
         extras = outputs[len(output_values(program.module)) :]
         held = [*inputs, *extras]
-        for part in behind:
+        for part in after:
             given = [held[i] for i in part.inputs]
             if part.module is None:
                 machine.wait_sums(given)

@@ -18,6 +18,7 @@ from gradsync_fx.ir.dataflow import downstream
 from gradsync_fx.ir.ops import argument
 from gradsync_fx.ir.program import writes
 from gradsync_fx.passes.fuse import resets
+from gradsync_fx.passes.rewritten import Rewritten
 
 
 _aten = torch.ops.aten
@@ -30,9 +31,15 @@ def gradient_reductions(module: GraphModule) -> list[Node]:
     return [node for node in found if node.meta.get("bucket")]
 
 
-def wait_late(module: GraphModule) -> None:
-    """Moves all that depends on a reduced bucket behind what does not, and before the writes that end the program."""
-    reductions = [r for r in gradient_reductions(module) if not r.meta["early"]]
+def wait_late(rewritten: Rewritten) -> None:
+    """Moves all that depends on a reduced bucket after what does not, and before the writes that end the program."""
+    module = rewritten.main
+    found = gradient_reductions(module)
+    if not found:
+        return
+    # Inductor's own order of least memory starts all-reduces late.
+    rewritten.settings["reorder_for_peak_memory"] = False
+    reductions = [r for r in found if not r.meta["early"]]
     late = downstream(u for r in reductions for u in r.users)
     end = writes(module)[0]
     for node in list(module.graph.nodes):
@@ -42,8 +49,9 @@ def wait_late(module: GraphModule) -> None:
             end.prepend(node)
 
 
-def reduce_in_place(module: GraphModule, fake_mode: object) -> None:
-    """Buckets of running sums that the program resets travel as they lie; others stay as they are."""
+def reduce_in_place(rewritten: Rewritten) -> None:
+    """Buckets of running sums that the program resets are sent as they lie; others stay as they are."""
+    module, fake_mode = rewritten.main, rewritten.fake_mode
     zeroed = resets(module)
     for started in gradient_reductions(module):
         bucket = _bucket(started, zeroed)

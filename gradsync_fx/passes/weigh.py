@@ -21,7 +21,7 @@ from gradsync_fx.ir.ops import Role, argument
 from gradsync_fx.ir.program import Kind, Slot
 from gradsync_fx.passes.bucket import WireScale, reduce_bucket
 from gradsync_fx.passes.sums import cast, filled
-from gradsync_fx.planning.plan import Bucket, Plan, Reduction, carrier
+from gradsync_fx.planning.plan import Bucket, Plan, Reduction, scales_wire, sending_order
 
 
 _aten = torch.ops.aten
@@ -130,27 +130,24 @@ def reduce_all(
     divided: whether the terms are means already. A float16 wire ends at 65504: other terms are scaled for it, so that
     what arrives is no larger than their mean. That needs the weights first; they go ahead of all buckets, then.
     """
-    scaled = plan.wire_dtype is torch.float16 and not divided and plan.group is not None
+    scaled = scales_wire(plan) and not divided
     done = dict(weights)
-    if scaled:
-        for part, weight in weights.items():
-            done[part] = _reduce_weight(draft, plan, part, weight, early=True)
-    carriers = {carrier(plan, part): part for part in weights}
     reduced: dict[Bucket, list[Node]] = {}
-    for bucket, values in terms.items():
-        carried = carriers.get(bucket)
-        scale = _scale(draft, plan, done.get(bucket.part)) if scaled else None
-        if carried is None:
-            reduced[bucket] = reduce_bucket(draft, plan, bucket, values, scale=scale)
-        else:
-            *reduced[bucket], done[carried] = reduce_bucket(
-                draft, plan, bucket, [*values, weights[carried]]
+    last = next(reversed(terms.values()), [])
+    for sent in sending_order(plan, terms, weights, scaled=scaled):
+        bucket, part = sent.bucket, sent.weight
+        if bucket is not None:
+            scale = _scale(draft, plan, done.get(bucket.part)) if scaled else None
+            carried = [] if part is None else [weights[part]]
+            values = reduce_bucket(draft, plan, bucket, [*terms[bucket], *carried], scale=scale)
+            if part is not None:
+                done[part] = values.pop()
+            reduced[bucket] = values
+        elif part is not None:
+            behind = () if sent.early else last
+            done[part] = _reduce_weight(
+                draft, plan, part, weights[part], behind=behind, early=sent.early
             )
-    if plan.group is not None and not scaled:
-        last = next(reversed(terms.values()))
-        for part, weight in weights.items():
-            if carrier(plan, part) is None:
-                done[part] = _reduce_weight(draft, plan, part, weight, behind=last)
     return reduced, done
 
 

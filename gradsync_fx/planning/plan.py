@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,67 +17,65 @@ from gradsync_fx.optim.trace import Update
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """How one leaf's accumulated gradient becomes the window's.
+    """How one leaf's accumulated gradient becomes the window's."""
 
-    op, group: of the all-reduce; group None: no all-reduce. divisor: what it is divided by afterwards ("ranks": the
-    terms, or the weight, of all ranks; "local": the same over the number of ranks, for gradients that the user's own
-    code averages).
-    """
-
-    op: str
-    group: str | None
+    op: str  # of the all-reduce
+    group: str | None  # the process group's name; None: no all-reduce
+    # What it is divided by afterwards. "ranks": the terms, or the weight, of all ranks; "local": the same over the
+    # number of ranks, for gradients that the user's own code averages.
     divisor: str
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Leaves of one part that share one all-reduce, by leaf number."""
+    """Leaves of one part that share one all-reduce. The same on all ranks."""
 
-    leaves: tuple[int, ...]
+    leaves: tuple[int, ...]  # leaf numbers, in the order in which they lie in the flat tensor
     reduction: Reduction
-    part: int = 0
+    part: int = 0  # of the window
 
 
 @dataclass(frozen=True, slots=True)
 class Weighing:
-    """What a micro-step's term counts, where that is known only when it runs.
+    """What a micro-step's term counts, where that is known only when it runs."""
 
-    weighted: by the step's own weight. finite: nothing where the loss or a gradient is not finite. divides: the sum is
-    divided by the weight (not so for reduction="sum"). dtype: of the running weight.
-    """
-
-    weighted: bool
-    finite: bool
-    divides: bool
-    dtype: torch.dtype = torch.float64
+    weighted: bool  # it counts the step's own weight
+    finite: bool  # it counts nothing where the loss or a gradient is not finite
+    divides: bool  # the sum is divided by the weight (not so for reduction="sum")
+    dtype: torch.dtype = torch.float64  # of the running weight
 
 
 @dataclass(slots=True)
 class Plan:
     """All that passes need to know about one program of a captured step.
 
-    A window has one part for each optimizer with a k of its own, else one part. `closing`: the parts that are reduced
-    and updated in this program; the others accumulate. `weights`: running weight by part, empty without `weighing`.
-    `updates`: what is traced; `opaque`: what is not, and runs as it is. `names`: of parameters, by id.
+    A window has one part for each optimizer with a k of its own, else one part. One plan is kept for a step; each
+    program is built from a copy with its own `closing` and `buckets`.
     """
 
     step: Step
     regions: Regions
-    buckets: tuple[Bucket, ...]
-    part_of_leaf: dict[int, int]
-    part_of_update: dict[Node, int]
-    closing: frozenset[int]
-    accumulators: dict[str, torch.Tensor]
-    weights: dict[int, torch.Tensor]
-    weighing: Weighing | None
-    group: str | None
-    world: int
-    updates: dict[str, Update]
-    opaque: dict[str, Opaque]
-    names: dict[int, str]
-    state_tensors: dict[str, list[torch.Tensor]]
-    wire_dtype: torch.dtype | None
-    sync_each_batch: bool
+    buckets: tuple[Bucket, ...]  # all of the step's, in the order in which they are sent
+    part_of_leaf: dict[int, int]  # by leaf number
+    part_of_update: dict[Node, int]  # by update marker
+    closing: frozenset[int]  # parts that this program reduces and updates; the others accumulate
+    accumulators: dict[
+        str, torch.Tensor
+    ]  # running sums by parameter name; the step's own tensors, shared
+    weights: dict[int, torch.Tensor]  # running weight by part, read only with `weighing`
+    weighing: Weighing | None  # None: every term counts 1
+    group: str | None  # the process group over which weights are summed; None: one rank
+    world: int  # ranks in it
+    updates: dict[
+        str, Update
+    ]  # traced ones, by the key of their binding; set anew for each choice of program
+    opaque: dict[str, Opaque]  # those that run as they are, likewise
+    names: dict[int, str]  # of parameters, by id
+    state_tensors: dict[
+        str, list[torch.Tensor]
+    ]  # of each traced update, in the order of its state inputs
+    wire_dtype: torch.dtype | None  # of all-reduces; None: the sums' own
+    sync_each_batch: bool  # every call reduces its terms, and sums hold what was reduced
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -98,6 +96,36 @@ class Plan:
         if source.target is LEAF_GRAD:
             return self.part_of_leaf[int(argument(source, 1))]
         return self.part_of_update[source]
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """One all-reduce: a bucket's sums, a part's weight, or both in one."""
+
+    bucket: Bucket | None  # None for a weight that is sent by itself
+    weight: int | None = None  # the part whose weight this is; None for a bucket by itself
+    early: bool = False  # the buckets after it wait for it: they are scaled by it
+
+
+def scales_wire(plan: Plan) -> bool:
+    """Whether sums are scaled for the wire by how many terms they hold: float16 ends at 65504."""
+    return plan.wire_dtype is torch.float16 and plan.group is not None
+
+
+def sending_order(
+    plan: Plan, buckets: Iterable[Bucket], weights: Collection[int], *, scaled: bool
+) -> list[Sent]:
+    """What goes over the ranks, in the order that is the same on all of them, whatever runs there.
+
+    weights: parts whose weight is wanted. scaled: buckets need their part's weight before they are sent.
+    """
+    if scaled:
+        first = [Sent(None, part, early=True) for part in weights]
+        return [*first, *(Sent(bucket) for bucket in buckets)]
+    carriers = {carrier(plan, part): part for part in weights}
+    sent = [Sent(bucket, carriers.get(bucket)) for bucket in buckets]
+    alone = [part for part in weights if carrier(plan, part) is None and plan.group is not None]
+    return [*sent, *(Sent(None, part) for part in alone)]
 
 
 def carrier(plan: Plan, part: int) -> Bucket | None:

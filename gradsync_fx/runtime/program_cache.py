@@ -117,7 +117,8 @@ class ProgramCache:
             try:
                 with compile_lock, compiling(options.rank_timeout):
                     built = self._build(key, traced)
-                    one = partial(lower, fake_mode=capture.fake_mode, options=options)
+                    mode, journal = capture.fake_mode, self.journal
+                    one = partial(lower, fake_mode=mode, options=options, journal=journal)
                     tensors = {**capture.buffers, **capture.parameters}
                     lowered = in_stages(built.program, one, tensors)
             except Exception as failure:
