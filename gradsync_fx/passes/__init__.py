@@ -11,6 +11,7 @@ May import: ir, comm, optim, planning.
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 
 from gradsync_fx.gc_off import gc_off
 from gradsync_fx.ir.builder import Draft
@@ -24,7 +25,7 @@ from gradsync_fx.passes.accumulate import (
     join_partial_sums,
     leave_parameters,
 )
-from gradsync_fx.passes.base import LoweringPass, Pass, run_passes
+from gradsync_fx.passes.base import LoweringPass, Pass, check_graphs, run_passes
 from gradsync_fx.passes.check_lowered import check_lowered
 from gradsync_fx.passes.fuse import add_products, norms_as_sums, numbers_as_tensors, write_early
 from gradsync_fx.passes.inline import inline_bodies
@@ -89,9 +90,11 @@ FOR_OTHERS: list[tuple[str, LoweringPass]] = [
 def build(name: str, plan: Plan, fake_mode: object, journal: Journal, *, tail: bool) -> Program:
     """One program of a step, verified."""
     with gc_off():
-        draft = Draft.copy_of(name, plan.step, fake_mode)
-        run_passes(TAIL if tail else MICRO_STEP, journal, draft, plan)
-        program = draft.finish()
+        start, passes = (
+            partial(Draft.copy_of, name, plan.step, fake_mode),
+            TAIL if tail else MICRO_STEP,
+        )
+        program = run_passes(passes, journal, start, plan, proof=check_graphs).finish()
         verify(program, plan, tail=tail)
     return program
 
@@ -105,8 +108,6 @@ def rewrite(
 ) -> Rewritten:
     """What a compiler is handed for a program, proved to be the program. without: disabled optimizations."""
     with gc_off():
-        rewritten = Rewritten.copy_of(program, fake_mode)
+        start = partial(Rewritten.copy_of, program, fake_mode)
         enabled = [one for name, one in passes if name not in without]
-        run_passes(enabled, journal, rewritten)
-        check_lowered(rewritten)
-    return rewritten
+        return run_passes(enabled, journal, start, proof=check_lowered)

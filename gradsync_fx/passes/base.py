@@ -1,4 +1,7 @@
-"""The shape of a pass, and the runner that checks, applies, times and journals it.
+"""The shape of a pass, and the runner that applies, times and journals it, and names the one that breaks a graph.
+
+start -> check -> pass -> pass -> ... -> proof
+                                         fails: started anew, proved after each pass; the first that fails is named
 
 A pass edits a subject in place: a `Draft` (before lowering), or a `Rewritten` (in it).
 """
@@ -36,45 +39,74 @@ LoweringPass = Callable[[Rewritten], None]
 def run_passes(
     passes: Sequence[Callable[[S, *Context], None]],
     journal: Journal,
-    subject: S,
+    start: Callable[[], S],
     *context: *Context,
-) -> None:
+    proof: Callable[[S], None],
+) -> S:
     """Applies the passes in order and writes the journal. The graphs are checked before the first, and after the last.
 
-    context: what every pass is given beside the subject.
+    start: makes the subject; called again where something goes wrong. context: what every pass is given beside the
+    subject. proof: of the result, raises `VerificationError`. That says the first pass after which it fails, also where
+    a later pass fails over what that one left.
     """
-    _check(subject, "before its passes")
+    subject = start()
+    check_graphs(subject)
+    try:
+        for one in passes:
+            before, begun = _size(subject), time.perf_counter()
+            one(subject, *context)
+            for module in subject.modules():
+                for node in module.graph.nodes:
+                    if "origin" not in node.meta:
+                        node.meta.setdefault("made_by", one.__name__)  # for the report
+            spent = (time.perf_counter() - begun) * 1e3
+            journal.entries.append(Entry(subject.name, one.__name__, spent, before, _size(subject)))
+        proof(subject)
+    except Exception:
+        _name_culprit(passes, start(), *context, proof=proof)
+        raise
+    return subject
+
+
+def _name_culprit(
+    passes: Sequence[Callable[[S, *Context], None]],
+    subject: S,
+    *context: *Context,
+    proof: Callable[[S], None],
+) -> None:
+    """Raises the error of the first pass after which the proof fails."""
     for one in passes:
-        before, start = _size(subject), time.perf_counter()
         one(subject, *context)
-        for module in subject.modules():
-            for node in module.graph.nodes:
-                if "origin" not in node.meta:
-                    node.meta.setdefault("made_by", one.__name__)  # for the report
-        spent = (time.perf_counter() - start) * 1e3
-        journal.entries.append(Entry(subject.name, one.__name__, spent, before, _size(subject)))
-    _check(subject, f"after its passes ({', '.join(p.__name__ for p in passes)})")
+        try:
+            proof(subject)
+        except VerificationError as broken:
+            raise VerificationError(
+                f"{broken.culprit}, after the pass {one.__name__!r}",
+                seen=broken.seen,
+                wanted=broken.wanted,
+                fix=broken.fix,
+            ) from broken
 
 
 def _size(subject: Subject) -> int:
     return sum(len(module.graph.nodes) for module in subject.modules())
 
 
-def _check(subject: Subject, when: str) -> None:
-    """Raises `VerificationError` unless each value is made before it is read, in this graph, and its form is known."""
+def check_graphs(subject: Subject) -> None:
+    """Raises `VerificationError` unless each value is made before it is read, in this graph, with a fake value."""
     for module in subject.modules():
         try:
             module.graph.lint()
         except RuntimeError as failure:
-            raise _broken(subject, when, str(failure).splitlines()[0]) from failure
+            raise _broken(subject, str(failure).splitlines()[0]) from failure
         for node in module.graph.nodes:
             if node.op == "call_function" and node.users and "val" not in node.meta:
-                raise _broken(subject, when, f"the node {node.name} has no fake value")
+                raise _broken(subject, f"the node {node.name} has no fake value")
 
 
-def _broken(subject: Subject, when: str, seen: str) -> VerificationError:
+def _broken(subject: Subject, seen: str) -> VerificationError:
     return VerificationError(
-        f"{subject.name} program, {when}",
+        f"{subject.name} program",
         seen=seen,
         wanted="a graph whose every value is made, in this graph, before it is read",
         fix="report it with the step: it is a fault of gradsync_fx",

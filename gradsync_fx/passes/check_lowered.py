@@ -29,6 +29,7 @@ from gradsync_fx.errors import VerificationError
 from gradsync_fx.ir.memory import aliased, written
 from gradsync_fx.ir.ops import WAIT
 from gradsync_fx.ir.program import Program, output_values
+from gradsync_fx.passes.base import check_graphs
 from gradsync_fx.passes.rewritten import KernelCall, Rewritten, Wait
 from gradsync_fx.passes.symbolic import (
     Fault,
@@ -52,6 +53,7 @@ class _After:
 
 def check_lowered(rewritten: Rewritten) -> None:
     """Raises `VerificationError` naming the input or output that ends as another value than the program says."""
+    check_graphs(rewritten)
     program, main = rewritten.program, rewritten.main
     after = [_after(rewritten, call) for call in rewritten.cut.calls]
     terms = Terms()
@@ -138,7 +140,7 @@ def _check_storages(program: Program, module: GraphModule) -> None:
 
 def _fault(program: Program, seen: str, wanted: str = "") -> VerificationError:
     return VerificationError(
-        f"{program.name} program, after lowering",
+        f"{program.name} program, in lowering",
         seen=seen,
         wanted=wanted or "what the program says before it is lowered",
         fix="report it with the step: it is a fault of gradsync_fx; without=(...) leaves out the rewrite that it is in",

@@ -9,6 +9,7 @@ or an update gets a copy from the time before. Random numbers are drawn in the o
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from gradsync_fx.ir.journal import Entry, Journal
 from gradsync_fx.ir.memory import base_of
 from gradsync_fx.ir.ops import UPDATE, argument
 from gradsync_fx.ir.program import Kind, Program, Slot, output_values, writes
@@ -76,7 +78,7 @@ def is_cut(program: Program) -> bool:
     return bool(program.module.graph.find_nodes(op="call_function", target=UPDATE))
 
 
-def cut(program: Program) -> Stages:
+def cut_at_updates(program: Program) -> Stages:
     """The stages of a program with opaque updates; the program itself stays as it is."""
     return _StageCutter(program).stages()
 
@@ -268,10 +270,21 @@ Run = Callable[[list[Any]], Any]
 
 
 def in_stages(
-    program: Program, compile_one: Callable[[Program], Run], live: dict[str, torch.Tensor]
+    program: Program,
+    compile_one: Callable[[Program], Run],
+    live: dict[str, torch.Tensor],
+    journal: Journal,
 ) -> Run:
     """The program compiled, in one piece or in its stages. live: the user's tensors by name."""
-    return Staged(cut(program), compile_one, live) if is_cut(program) else compile_one(program)
+    if not is_cut(program):
+        return compile_one(program)
+    start = time.perf_counter()
+    stages = cut_at_updates(program)
+    spent = (time.perf_counter() - start) * 1e3
+    parts = [s.program.module.graph for s in stages.stages if s.program is not None]
+    before, after = len(program.module.graph.nodes), sum(len(graph.nodes) for graph in parts)
+    journal.entries.append(Entry(program.name, cut_at_updates.__name__, spent, before, after))
+    return Staged(stages, compile_one, live)
 
 
 class Staged:

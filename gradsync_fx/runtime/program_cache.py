@@ -120,7 +120,7 @@ class ProgramCache:
                     mode, journal = capture.fake_mode, self.journal
                     one = partial(lower, fake_mode=mode, options=options, journal=journal)
                     tensors = {**capture.buffers, **capture.parameters}
-                    lowered = in_stages(built.program, one, tensors)
+                    lowered = in_stages(built.program, one, tensors, journal)
             except Exception as failure:
                 if left_as_they_are(self.bindings.values(), failure):
                     return self.compiled(closing, tail=tail, by_name=by_name)
