@@ -23,7 +23,7 @@ from gradsync_fx.inspection.report import Report
 from gradsync_fx.inspection.uncaptured import describe_eager
 from gradsync_fx.lowering.artifacts import artifact
 from gradsync_fx.options import Options
-from gradsync_fx.runtime.atomic_files import Place
+from gradsync_fx.runtime.atomic_files import FilePath
 from gradsync_fx.runtime.bound_steps import bound_step
 from gradsync_fx.runtime.checkpoint import load, load_file, save, save_file
 from gradsync_fx.runtime.executor import Executor
@@ -252,7 +252,7 @@ class OptimizedStep(Generic[P, R]):
         with self._one_thread.held():
             load(self._executor, state)
 
-    def save(self, path: Place, **states: Mapping[str, Any]) -> None:
+    def save(self, path: FilePath, **states: Mapping[str, Any]) -> None:
         """Writes the window to a file, with further state dicts: `model=model.state_dict(), ...`, one point in time.
 
         Each rank saves its own window, so each names a file of its own. The file is there whole or not at all: when
@@ -267,7 +267,7 @@ class OptimizedStep(Generic[P, R]):
         with self._one_thread.held():
             save_file(self._executor, path, states)
 
-    def load(self, path: Place) -> dict[str, Any]:
+    def load(self, path: FilePath) -> dict[str, Any]:
         """Takes the window from a file of `save`, and returns the further states, by name, on the CPU.
 
         The caller hands them to `load_state_dict` of the model and the others. Nothing in a file is run

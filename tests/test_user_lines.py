@@ -89,5 +89,5 @@ def test_a_window_lost_at_the_end_of_the_process_is_told_of_at_the_step(tmp_path
     script.write_text(ENDS_INSIDE_A_WINDOW)
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    (told,) = [line for line in done.stderr.splitlines() if "pending micro-steps" in line]
+    (told,) = [line for line in done.stderr.splitlines() if "pending micro-step" in line]
     assert told.startswith(f"{script}:6: GradSyncWarning: train ended with 1 pending")

@@ -172,7 +172,7 @@ class _Copier:
         mine = FunctionType(
             function.__code__.replace(), namespace, function.__name__, None, cells or None
         )
-        self._memo[id(function)] = mine  # ahead of what it holds: it may hold itself
+        self._memo[id(function)] = mine  # before what it holds: it may hold itself
         mine.__dict__.update(
             {n: self.value(function.__qualname__, v) for n, v in vars(function).items()}
         )

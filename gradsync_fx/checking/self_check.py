@@ -133,7 +133,7 @@ def check(
             fix="check the step with a number, in an optimized step of its own",
         )
     with warnings.catch_warnings():
-        # The step itself gives its warnings; a copied optimizer lacks the counter that a scheduler put round `step`.
+        # The step itself gives its warnings; a copied optimizer lacks the counter that a scheduler put around `step`.
         warnings.simplefilter("ignore")
         with same_random_numbers():
             state = torch.get_rng_state()

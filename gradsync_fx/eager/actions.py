@@ -20,18 +20,18 @@ Values = dict[int, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Deed(ABC):
+class Action(ABC):
     """One such call. reads: the optimizers (by number) whose gradients it looks at."""
 
     reads: tuple[int, ...]
 
     @abstractmethod
     def repeat(self, values: Values) -> None:
-        """Does it again. values: what the deeds before it made, by slot."""
+        """Does it again. values: what the actions before it made, by slot."""
 
 
 @dataclass(frozen=True, slots=True)
-class Clip(Deed):
+class Clipping(Action):
     """`clip_grad_norm_` or `clip_grad_value_`, with its arguments."""
 
     function: Any
@@ -46,7 +46,7 @@ class Clip(Deed):
 
 
 @dataclass(frozen=True, slots=True)
-class Update(Deed):
+class OptimizerStep(Action):
     """`optimizer.step(...)`."""
 
     optimizer: Optimizer
@@ -58,8 +58,8 @@ class Update(Deed):
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule(Deed):
-    """`scheduler.step(...)`, or another method whose place is behind the update."""
+class Schedule(Action):
+    """`scheduler.step(...)`, or another method that runs after the update."""
 
     owner: Any
     args: tuple[Any, ...]
@@ -72,7 +72,7 @@ class Schedule(Deed):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A tensor in a storage that another deed makes (where: its slot), or a parameter's gradient as it is then."""
+    """A tensor in a storage that another action makes (where: its slot), or a parameter's gradient as it is then."""
 
     where: int | torch.Tensor | None
     dtype: torch.dtype
@@ -91,7 +91,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Done(Deed):
+class Done(Action):
     """An operation on gradients or on what is updated. outs: slots of the storages that it makes; changes:
     of those that it writes to. writes: to what was
     there before the call. line: of a write that may be made of a value that was read on the host."""
@@ -134,14 +134,14 @@ def _strided(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
-def needed(deeds: Sequence[Deed]) -> list[Deed]:
+def needed(actions: Sequence[Action]) -> list[Action]:
     """Without operations whose results go nowhere."""
     wanted: set[int] = set()
-    kept: list[Deed] = []
-    for deed in reversed(deeds):
-        if isinstance(deed, Done):
-            if not (deed.writes or wanted & {*deed.outs, *deed.changes}):
+    kept: list[Action] = []
+    for action in reversed(actions):
+        if isinstance(action, Done):
+            if not (action.writes or wanted & {*action.outs, *action.changes}):
                 continue
-            wanted |= deed.needs
-        kept.append(deed)
+            wanted |= action.needs
+        kept.append(action)
     return kept[::-1]

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from gradsync_fx import scaling
 from gradsync_fx._torch import tree_map_only
 from gradsync_fx.capture.tracer import no_optimizer_error
-from gradsync_fx.eager.actions import Clip, Deed, Schedule, Update, needed
+from gradsync_fx.eager.actions import Action, Clipping, OptimizerStep, Schedule, needed
 from gradsync_fx.eager.effects import Effects, Signs
 from gradsync_fx.eager.step import EagerStep
 from gradsync_fx.errors import CaptureError, ReadBeforeBoundaryError
@@ -49,7 +49,7 @@ class EagerCall:
         # Where each call is an update of its own, or the step itself says when, its effects are as they stand.
         as_they_stand = alone or step.options.manual
         self.effects = None if as_they_stand else Effects(step, self, earlier)
-        self.deeds: list[Deed] = []
+        self.actions: list[Action] = []
         self.terms: dict[str, torch.Tensor] = {}
         self._versions: dict[str, int] = {}
         self.losses: list[torch.Tensor] = []
@@ -67,7 +67,9 @@ class EagerCall:
     @property
     def stepped(self) -> set[int]:
         """The optimizers whose `step` was called."""
-        return {i for deed in self.deeds if isinstance(deed, Update) for i in deed.reads}
+        return {
+            i for action in self.actions if isinstance(action, OptimizerStep) for i in action.reads
+        }
 
     def backward(self, run: Callable[[], None], losses: Any) -> None:
         """`torch.autograd.backward`."""
@@ -109,7 +111,7 @@ class EagerCall:
         owners = self._owners(names)
         if self.effects is not None:
             self.effects.check_clipping(held, how)
-        self.deeds.append(Clip(owners, function, held, tuple(how.items()), self._norm_slot))
+        self.actions.append(Clipping(owners, function, held, tuple(how.items()), self._norm_slot))
         if self._reach(owners):
             run()
 
@@ -129,7 +131,7 @@ class EagerCall:
             )
         reached = self._reach((number,))
         given = tree_map_only(torch.Tensor, torch.Tensor.detach, (tuple(args), dict(kwargs)))
-        self.deeds.append(Update((number,), optimizer, given[0], tuple(given[1].items())))
+        self.actions.append(OptimizerStep((number,), optimizer, given[0], tuple(given[1].items())))
         return run() if reached and self.updated[number] else None
 
     def schedule(self, scheduler: Any, args: Any, kwargs: Any) -> None:
@@ -150,12 +152,12 @@ class EagerCall:
     def _behind(self, owner: Any, optimizer: Any, method: str, args: Any, kwargs: Any) -> None:
         reads = (self._step.number_of(optimizer),) if optimizer is not None else ()
         given = tree_map_only(torch.Tensor, torch.Tensor.detach, (tuple(args), dict(kwargs)))
-        self.deeds.append(Schedule(reads, owner, given[0], tuple(given[1].items()), method))
+        self.actions.append(Schedule(reads, owner, given[0], tuple(given[1].items()), method))
 
     def weigh(self, weight: Any) -> None:
         """`micro_batch_weight`."""
         reduction = self._step.options.reduction
-        if reduction != "weighted" and not self._step.deeds:
+        if reduction != "weighted" and not self._step.actions:
             warn_user(f'micro_batch_weight has no effect with reduction="{reduction}"')
         if self.weight is not None:
             raise CaptureError(
@@ -196,7 +198,7 @@ class EagerCall:
             followed = self.effects is not None and not term.is_sparse
             if term._version != self._versions[name] and name not in reduced and not followed:
                 raise _changed(name)
-        self.deeds = needed(self.deeds)
+        self.actions = needed(self.actions)
 
     def _owners(self, names: Iterable[str]) -> tuple[int, ...]:
         owner = self._step.owners()

@@ -20,7 +20,7 @@ import torch
 
 from gradsync_fx._torch import tree_leaves, tree_map_only
 from gradsync_fx.capture.untouched import storage_of
-from gradsync_fx.eager.actions import Deed, Done, Piece
+from gradsync_fx.eager.actions import Action, Done, Piece
 from gradsync_fx.eager.step import EagerStep
 from gradsync_fx.eager.storages import Held, Origin, alive, as_given, on_copies, written
 from gradsync_fx.errors import CaptureError
@@ -37,7 +37,7 @@ Signs = dict[Any, list[int]]
 class Call(Protocol):
     """What is asked of the call in progress: `EagerCall`."""
 
-    deeds: list[Deed]
+    actions: list[Action]
     updated: dict[int, bool]
 
     @property
@@ -48,7 +48,7 @@ class Call(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """A write of what a tensor becomes of itself alone, behind an update. deed: its note. before: the tensor's value.
+    """A write of what a tensor becomes of itself alone, after an update. action: its note. before: the tensor's value.
 
     The count of an average is one, and belongs to the update; that of all calls is none. Which it is shows at the end
     of the call: by whether a write of the update is made of it.
@@ -57,7 +57,7 @@ class Count:
     target: torch.Tensor
     before: torch.Tensor
     late: Origin
-    deed: Deed
+    action: Action
 
 
 class Effects:
@@ -150,7 +150,7 @@ class Effects:
         if function is ITEM:
             self._read_on_host = self._read_on_host or bool(origin.reads)
             self._read_updated = self._read_updated or bool(origin.reads and not origin.gradient)
-            self._fed |= origin.kept  # a branch, perhaps, round a write of the update
+            self._fed |= origin.kept  # a branch, perhaps, around a write of the update
         made = origin.reads or not origin.data  # what a late write may be made of
         for target in targets if made else ():
             self._keep_start(target)
@@ -186,15 +186,15 @@ class Effects:
     def _count(self, target: torch.Tensor, before: torch.Tensor, origin: Origin) -> None:
         everything = frozenset(range(len(self._step.objects.optimizers)))
         late = replace(origin, reads=everything, kept=frozenset({storage_of(target)}))
-        deed = replace(self._call.deeds[-1], reads=tuple(sorted(everything)))
-        self._call.deeds[-1] = deed
-        self._counts.append(Count(target, before, late, deed))
+        action = replace(self._call.actions[-1], reads=tuple(sorted(everything)))
+        self._call.actions[-1] = action
+        self._counts.append(Count(target, before, late, action))
         self._known[storage_of(target)] = Held(alive(target), late, born=False)
 
     def _settle_counts(self) -> None:
         for count in reversed(self._counts):
             if not count.late.kept & self._fed:
-                self._call.deeds.remove(count.deed)
+                self._call.actions.remove(count.action)
             elif not self._ready(count.late):
                 with torch.no_grad():
                     count.target.copy_(count.before)
@@ -269,7 +269,7 @@ class Effects:
         self._settle_counts()
         for key, before in (self._earlier or {}).items():
             if isinstance(key, int) and len(self.signs.get(key, [])) < len(before):
-                raise _differs("its code behind the update")
+                raise _differs("its code after the update")
 
     def _name(self, target: torch.Tensor) -> str:
         named = {**self._step.objects.parameters, **self._step.objects.buffers}
@@ -295,7 +295,7 @@ class Effects:
     # Notes.
 
     def _keep_start(self, target: torch.Tensor) -> None:
-        """What a value of this call's data was, ahead of a write that belongs to the update."""
+        """What a value of this call's data was, before a write that belongs to the update."""
         held = self._held(target)
         if held is not None and held.born and held.slot is None:
             held.slot = self.new_slot()
@@ -316,7 +316,7 @@ class Effects:
         outs: tuple[int, ...] = (),
     ) -> None:
         slots = [h.slot if (h := self._held(t)) is not None else None for t in fresh]
-        deed = Done(
+        action = Done(
             reads=tuple(sorted(origin.reads)),
             function=function,
             args=tree_map_only(torch.Tensor, self._piece, args),
@@ -326,7 +326,7 @@ class Effects:
             writes=writes,
             line=user_line() if writes and self._read_on_host else "",
         )
-        self._call.deeds.append(deed)
+        self._call.actions.append(action)
 
     def _piece(self, tensor: torch.Tensor) -> Any:
         held = self._held(tensor)
@@ -360,6 +360,6 @@ def _differs(culprit: str) -> CaptureError:
         seen="the step runs eagerly, and does this with other numbers, or in another way, in calls of one window: with "
         "a count of calls, perhaps, or a value read from a gradient; it belongs to the update, which happens once",
         wanted="what is done once per update, with numbers that change with the update alone",
-        fix="take the count from step.optimizer_step, or keep it in a tensor that is changed behind optimizer.step(); "
+        fix="take the count from step.optimizer_step, or keep it in a tensor that is changed after optimizer.step(); "
         "compute with tensors of gradients (no item())",
     )

@@ -7,7 +7,7 @@ own arguments:
 it raises         that is the user's exception: type, message and line are those of plain PyTorch
 it does not       trace or program failed for a reason of their own
 
-Such a run updates nothing, and parameters, buffers, gradients and random numbers are put back behind it.
+Such a run updates nothing, and parameters, buffers, gradients and random numbers are put back after it.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class UsersFrames:
 
 
 def _forget_ours(failure: BaseException) -> None:
-    """The user's exception is no consequence of what this package, or torch's trace, raised ahead of it."""
+    """The user's exception is no consequence of what this package, or torch's trace, raised before it."""
     chain: list[BaseException] = [failure]
     for one in chain:  # grows on the way
         if isinstance(one.__context__, GradSyncError | TorchDynamoException):

@@ -135,7 +135,7 @@ def watching(
         for cls in _with_method(Optimizer, "step"):
             patch(cls, "step", step)
         for optimizer in optimizers:
-            if "step" in vars(optimizer):  # a scheduler has put its counter round it
+            if "step" in vars(optimizer):  # a scheduler has put its counter around it
                 replace(optimizer, "step", outermost(_bound(step, optimizer), optimizer.step))
         for cls in (nn.Module, *_with_method(Optimizer, NAME)):
             patch(cls, NAME, partial(no_gradients, vars(cls)[NAME]))

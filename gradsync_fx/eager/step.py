@@ -19,7 +19,7 @@ from gradsync_fx.capture.names import batch_norms, ddp_modules, named_tensors
 from gradsync_fx.capture.reachable import Found
 from gradsync_fx.comm.collectives import OwnCollectives
 from gradsync_fx.comm.rendezvous import EAGER
-from gradsync_fx.eager.actions import Deed, Schedule, Update, Values
+from gradsync_fx.eager.actions import Action, OptimizerStep, Schedule, Values
 from gradsync_fx.errors import CaptureError, OptionError
 from gradsync_fx.optim.state import in_groups, parameters_of
 from gradsync_fx.optim.zeroing import own_among
@@ -53,7 +53,7 @@ class TouchedObjects:
 class EagerStep:
     """One user function with the objects that it was found to touch.
 
-    why: the error that kept it from being captured. deeds: what the latest call did with its gradients; signs: how
+    why: the error that kept it from being captured. actions: what the latest call did with its gradients; signs: how
     (effects.py). sums: the window's, by parameter name. trained: parameters that ever received a gradient. settled: it
     has nothing to share in memory. collectives: its own, once a call has shown whether it has any. clearing: modules
     whose `zero_grad` is the user's own.
@@ -98,7 +98,7 @@ class EagerStep:
         self.clearing = own_among(found.modules)
         self.name_of = {id(p): n for n, p in self.objects.parameters.items()}
         self.trained: set[str] = set()
-        self.deeds: list[Deed] = []
+        self.actions: list[Action] = []
         self.signs: dict[Any, list[int]] = {}
         self.collectives = OwnCollectives()
 
@@ -107,7 +107,7 @@ class EagerStep:
     @property
     def updates(self) -> bool:
         """Whether it is known how a window is closed without data."""
-        return any(isinstance(deed, Update) for deed in self.deeds)
+        return any(isinstance(action, OptimizerStep) for action in self.actions)
 
     @property
     def can_close(self) -> bool:
@@ -133,8 +133,10 @@ class EagerStep:
 
     def in_turn(self, closing: Collection[int]) -> list[int]:
         """Optimizers of the closing parts, by number, in the order in which the step looks at their gradients."""
-        read = [i for deed in self.deeds if not isinstance(deed, Schedule) for i in deed.reads]
-        read = read if self.deeds else list(range(len(self.objects.optimizers)))
+        read = [
+            i for action in self.actions if not isinstance(action, Schedule) for i in action.reads
+        ]
+        read = read if self.actions else list(range(len(self.objects.optimizers)))
         return [i for i in dict.fromkeys(read) if self.part_of_optimizer(i) in closing]
 
     # What the step consists of.
@@ -222,11 +224,11 @@ class EagerStep:
                 flat = torch.view_as_real(flat)
             wire = self.setting.wire_dtype or flat.dtype
             if group is not None:
-                # float16 ends at 65504: divided ahead of the wire, then.
-                ahead = wire is torch.float16
-                sent = (flat / divisor if ahead else flat).to(wire)
+                # float16 ends at 65504: divided before it is sent, then.
+                first = wire is torch.float16
+                sent = (flat / divisor if first else flat).to(wire)
                 dist.all_reduce(sent, group=group)
-                flat = sent.to(flat.dtype) if ahead else sent.to(flat.dtype) / divisor
+                flat = sent.to(flat.dtype) if first else sent.to(flat.dtype) / divisor
             else:
                 flat = flat / local
             if held.is_complex:
@@ -252,7 +254,7 @@ class EagerStep:
             parameter.grad.copy_(value)  # in place: clip_grad_norm_ holds the tensors by now
 
     def buckets(self, names: list[str]) -> Iterator[tuple[Any, list[str]]]:
-        """Names joined while group, dtype and device agree, each with the group to reduce over (None: none)."""
+        """Names in one bucket while group, dtype and device agree, each with the group to reduce over (None: none)."""
         group = self.setting.group
         open_buckets: dict[tuple[Any, ...], list[str]] = {}
         for name in names:
@@ -272,15 +274,15 @@ class EagerStep:
     def repeat(self, updated: Collection[int]) -> None:
         """What the latest call did with the gradients of these optimizers, with those that are in place now."""
         values: Values = {}
-        for deed in self.deeds:
-            if not isinstance(deed, Schedule) and set(deed.reads) <= set(updated):
-                deed.repeat(values)
+        for action in self.actions:
+            if not isinstance(action, Schedule) and set(action.reads) <= set(updated):
+                action.repeat(values)
 
     def schedule(self, updated: Collection[int]) -> None:
         """Schedulers step once for each update."""
-        for deed in self.deeds:
-            if isinstance(deed, Schedule) and set(deed.reads) <= set(updated):
-                deed.repeat({})
+        for action in self.actions:
+            if isinstance(action, Schedule) and set(action.reads) <= set(updated):
+                action.repeat({})
 
     def forget_gradients(self) -> None:
         """`.grad` is None between calls."""

@@ -76,7 +76,7 @@ class EagerWindow:
     def run(self, args: Any, kwargs: Any) -> Any:
         """One micro-step."""
         executor, step = self._executor, self._step_for(args, kwargs)
-        if executor.catalogue.latest is not step or not step.deeds:
+        if executor.catalogue.latest is not step or not step.actions:
             executor.accumulators.drop_gradients(step.objects.parameters)
         executor.accumulators.check_trainable(step.objects.parameters, executor.next_place())
         executor.accumulators.make({}, step.objects.parameters, executor.options)
@@ -140,7 +140,7 @@ class _MicroStep:
         call.end(manual=executor.options.manual)
         self._add([n for n in call.terms if n not in self._added])
         if call.stepped:
-            step.deeds = call.deeds
+            step.actions = call.actions
             self._meet()
         if self._meeting is None or not self._closing:
             executor.end_call(self._after)

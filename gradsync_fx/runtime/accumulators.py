@@ -127,7 +127,7 @@ class Accumulators:
             )
 
     def place_weights(self, device: torch.device) -> None:
-        """Running weights beside the parameters; before the first capture their place is not known."""
+        """Running weights beside the parameters; before the first capture their device is not known."""
         for part, weight in self.weights.items():
             if weight.dtype is not torch.float64 or weight.device != device:
                 self.weights[part] = weight.to(device=device, dtype=torch.float64, copy=True)

@@ -1,4 +1,4 @@
-"""A file that is whole or not there: written beside its place and moved in; checked, and taken as data, when read."""
+"""A file that is whole or not there: written beside its path and moved there; checked, and taken as data, when read."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import torch
 from gradsync_fx.errors import StateError
 
 
-Place = str | os.PathLike[str]
+FilePath = str | os.PathLike[str]
 
 
-def write_data(path: Place, data: Any) -> None:
+def write_data(path: FilePath, data: Any) -> None:
     """Tensors, numbers, texts and containers of them, in torch.save's format.
 
     Until the new file is on the disk, whole, the old one stays. Raises `StateError` when that fails, or for data that
@@ -53,7 +53,7 @@ def write_data(path: Place, data: Any) -> None:
             beside.unlink()
 
 
-def read_data(path: Place) -> Any:
+def read_data(path: FilePath) -> Any:
     """What `write_data` wrote, on the CPU. Runs nothing that stands in the file.
 
     Raises `StateError` for a file that is cut short, was changed, or holds anything but data; `OSError` where there is
@@ -102,7 +102,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _first_cause(failure: BaseException) -> BaseException:
-    """The system's own error, behind torch's complaint about an archive that it could not end."""
+    """The system's own error, the cause of torch's complaint about an archive that it could not end."""
     while not isinstance(failure, OSError) and failure.__context__ is not None:
         failure = failure.__context__
     return failure

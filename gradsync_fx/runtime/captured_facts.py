@@ -127,7 +127,7 @@ class CapturedFacts:
         )
 
     def layout_for(self, in_window: Collection[str]) -> int:
-        """The layout of the buckets; 0 where the open window holds a gradient that has no place in them."""
+        """The layout of the buckets; 0 where the open window holds a gradient that is in none of them."""
         return self.layout if set(in_window) <= set(self.names) else 0
 
     def certain(self, in_window: Collection[str], closing: Collection[int]) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 from gradsync_fx.comm.liveness import in_job
 from gradsync_fx.errors import StateError
-from gradsync_fx.runtime.atomic_files import Place, read_data, write_data
+from gradsync_fx.runtime.atomic_files import FilePath, read_data, write_data
 from gradsync_fx.runtime.consistency import MEETING, SUMS, UPDATE
 from gradsync_fx.runtime.executor import Executor
 from gradsync_fx.runtime.state_format import Saved, check_fits, foreign_state, pack, unpack
@@ -56,7 +56,7 @@ def load(executor: Executor, given: Any) -> None:
     executor.integrity.over()
 
 
-def save_file(executor: Executor, path: Place, states: dict[str, Any]) -> None:
+def save_file(executor: Executor, path: FilePath, states: dict[str, Any]) -> None:
     """The window and further states in one file; see `files.write_data`."""
     before = executor.saved
     try:
@@ -66,7 +66,7 @@ def save_file(executor: Executor, path: Place, states: dict[str, Any]) -> None:
         raise
 
 
-def load_file(executor: Executor, path: Place) -> dict[str, Any]:
+def load_file(executor: Executor, path: FilePath) -> dict[str, Any]:
     """Takes the window from a file of `save_file`, and gives back the further states."""
     found = read_data(path)
     if not isinstance(found, dict) or set(found) != {"window", "states"}:

@@ -5,7 +5,7 @@ A call says what it is about to do before it does it, and that it is over when n
     (whole) -> MEETING, where there are other ranks -> SUMS or UPDATE -> (whole)
 
 What still stands there when the next call comes was cut off, at whatever instruction: by an interrupt, by a rank that
-went away, by an error in a program or in the user's own code behind the update.
+went away, by an error in a program or in the user's own code after the update.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Integrity:
         self._open |= UPDATE | SUMS if updates else SUMS
 
     def spared(self) -> None:
-        """It failed ahead of its first write."""
+        """It failed before its first write."""
         self._open &= MEETING
 
     def over(self) -> None:

@@ -1,4 +1,4 @@
-"""What a loop round an optimized step still does that belongs to plain accumulation, read in the caller's source.
+"""What a loop around an optimized step still does that belongs to plain accumulation, read in the caller's source.
 
 for i, batch in enumerate(loader):
     with model.no_sync():                                       # windows are the step's own
@@ -28,7 +28,7 @@ from gradsync_fx.user_lines import is_users
 OUTWARD = 8  # frames of the user's between the call of the step and its loop
 _NEVER_ZEROED = (
     "the step never calls zero_grad: in plain PyTorch its gradients would grow from update to update, here each window "
-    "starts with none; call optimizer.zero_grad() in the step, behind optimizer.step()"
+    "starts with none; call optimizer.zero_grad() in the step, after optimizer.step()"
 )
 _CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
 
@@ -77,13 +77,13 @@ def _in(loop: ast.AST, frame: FrameType, *, zeroes: bool) -> Iterator[str]:
         name, where = _name(call), f"{frame.f_code.co_filename}:{call.lineno}"
         if name in _CLIPPING:
             yield (
-                f"{name} at {where} has no effect: behind a call of the step there are no gradients; call it in the "
+                f"{name} at {where} has no effect: after a call of the step there are no gradients; call it in the "
                 "step, between backward() and optimizer.step(), where it clips the window's gradient"
             )
         elif name == "step" and isinstance(_owner(call, frame), Optimizer):
             yield (
-                f"optimizer.step() at {where} has no effect: behind a call of the step there are no gradients; leave "
-                "it out (with the `% k` round it): the step updates once for each window; for what else belongs to an "
+                f"optimizer.step() at {where} has no effect: after a call of the step there are no gradients; leave "
+                "it out (with the `% k` around it): the step updates once for each window; for what else belongs to an "
                 "update, ask step.sync_gradients"
             )
         elif name == "no_sync" or (name == "accumulate" and call in _contexts(loop)):

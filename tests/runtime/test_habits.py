@@ -155,7 +155,7 @@ def assigned(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Te
 def test_no_zero_grad_anywhere() -> None:
     (text,) = said_by(without_zero)
     assert "zero_grad" in text
-    assert "behind optimizer.step()" in text
+    assert "after optimizer.step()" in text
     for step in (plain_step, zero_first, zero_of_the_model, by_hand, assigned):
         assert said_by(step) == [], step.__name__
 
