@@ -24,12 +24,17 @@ from gradsync_fx.user_lines import warn_user
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Opaque:
-    """One call of an optimizer's own `step`, which runs as it is."""
+    """One call of an optimizer's own `step`, which runs as it is.
+
+    which: positions of the parameters that have a gradient.
+    given: the arguments of `step`, as text.
+    why: it is not traced, for people.
+    """
 
     optimizer: Optimizer
-    which: tuple[int, ...]  # positions of the parameters that have a gradient
-    given: str  # the arguments of `step`, as text
-    why: str  # it is not traced, for people
+    which: tuple[int, ...]
+    given: str
+    why: str
 
     def __str__(self) -> str:
         return f"{type(self.optimizer).__name__}.step runs as it is, behind the reduced gradients: {self.why}"

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from gradsync_fx.optim.reached import is_constant
 from gradsync_fx.optim.state import REAL, State, parameters_of
 from gradsync_fx.optim.subgraphs import Body
-from gradsync_fx.optim.trace import Update
+from gradsync_fx.optim.update import Update
 
 
 log = logging.getLogger(__name__)

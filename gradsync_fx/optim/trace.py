@@ -18,22 +18,19 @@ footprint what it reads and writes beside the values (footprint.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
 from torch.optim import Optimizer
 
 from gradsync_fx._torch import (
     ConstantSource,
     DimDynamic,
     FakeTensorMode,
-    PlainArithmetic,
     ShapeEnv,
     make_fx,
-    sympy_interp,
 )
 from gradsync_fx.errors import UpdateError
 from gradsync_fx.optim.compiled_mode import as_when_compiled, settle_flavour, without_factors
@@ -45,93 +42,12 @@ from gradsync_fx.optim.grouping import (
     for_all_places,
     treated_alike,
 )
-from gradsync_fx.optim.host_arithmetic import rigid_numbers, split_host, ties
+from gradsync_fx.optim.host_arithmetic import rigid_numbers, split_host
 from gradsync_fx.optim.number_tensor import Counter, is_counter, plain
 from gradsync_fx.optim.reached import Unseen, plain_step
 from gradsync_fx.optim.state import State
-from gradsync_fx.optim.subgraphs import BodyCall, Place, split, whole
-
-
-@dataclass(slots=True)
-class Update:
-    """A traced update of one optimizer.
-
-    host(*numbers) -> scalars for the calls, then the numbers that the update leaves, as `number_out` says where.
-    """
-
-    optimizer: Optimizer
-    which: tuple[int, ...]  # positions of the parameters that have a gradient
-    calls: list[BodyCall]  # the arithmetic on tensors, in order
-    states: list[Place]  # state tensors that it reads, in the order of the program's inputs
-    host: GraphModule  # the arithmetic on numbers, which the host does before each run
-    numbers: list[
-        tuple[list[Place], int | None]
-    ]  # for each: where it lies, equal in all, and its part of a tuple
-    number_out: list[list[Place]]  # where each number that it leaves goes
-    scalar_count: int  # outputs of `host` that the calls read
-    conditions: list[Any]  # on `symbols`, under which the trace holds
-    symbols: list[Any]  # one for each of `numbers`
-    constants: list[tuple[Place, Any]]  # what was traced as a constant, and its value then
-    structure: dict[int, tuple[str, ...]]  # names of each parameter's state at the trace
-    footprint: Footprint  # what else its code read
-    lasting: bool = True  # unless a condition ties a number that the update changes to its value
-
-    @property
-    def created(self) -> list[Place]:
-        """State tensors that this update makes anew (a first update whose start could not be foreseen)."""
-        held = set(self.states)
-        return [place for call in self.calls for place in call.written if place not in held]
-
-    def read_numbers(self, state: dict[int, State]) -> list[int | float] | None:
-        """The numbers as they are now (`state` is by position); None when the state has another structure than at
-        the trace, or when numbers that were equal no longer are."""
-        if self.structure != _structure(self.which, state):
-            return None
-        found: list[int | float] = []
-        for places, part in self.numbers:
-            first, *others = (self._read(place, part, state) for place in places)
-            if any(other != first for other in others):
-                return None
-            found.append(first)
-        return found
-
-    def _read(self, place: Place, part: int | None, state: dict[int, State]) -> int | float:
-        where, index, key = place
-        value = (self.optimizer.param_groups[index] if where == "group" else state[index])[key]
-        if part is not None:
-            value = value[part]
-        number: int | float = value.item() if isinstance(value, torch.Tensor) else value
-        return number
-
-    def fits(self, numbers: list[int | float] | None, state: dict[int, State]) -> bool:
-        """Whether the constants and conditions under which the update was traced still hold."""
-        if numbers is None or not self.footprint.holds():
-            return False
-        groups = self.optimizer.param_groups
-        for (where, index, key), value in self.constants:
-            owner = groups[index] if where == "group" else state[index]
-            if key not in owner or not _same(owner[key], value):
-                return False
-        return self._hold(numbers, self.conditions)
-
-    def lasts(self, numbers: list[int | float]) -> bool:
-        """Whether the numbers that this update leaves keep those that a condition ties to one value."""
-        left = self.host(*numbers)[self.scalar_count :]
-        new = {p: v for places, v in zip(self.number_out, left, strict=True) for p in places}
-        pairs = zip(self.numbers, numbers, strict=True)
-        later = [new.get(places[0], number) for (places, _), number in pairs]
-        return self._hold(later, [c for c in self.conditions if ties(c)])
-
-    def _hold(self, numbers: list[int | float], conditions: list[Any]) -> bool:
-        if not conditions:
-            return True
-        values = dict(zip(self.symbols, numbers, strict=True))
-        # In Python's own arithmetic: sympy's keeps what it has computed, and takes far longer.
-        return all(bool(sympy_interp(PlainArithmetic, values, c)) for c in conditions)
-
-
-def _same(a: Any, b: Any) -> bool:
-    return a is b or (type(a) is type(b) and not isinstance(a, torch.Tensor) and bool(a == b))
+from gradsync_fx.optim.subgraphs import Place, split, whole
+from gradsync_fx.optim.update import Update, structure_of
 
 
 def trace_update(
@@ -169,12 +85,8 @@ def _for_all(
         constants=[
             (place, value) for one, value in few.constants for place in for_all_places([one], alike)
         ],
-        structure=_structure(which, state),
+        structure=structure_of(which, state),
     )
-
-
-def _structure(which: tuple[int, ...], state: dict[int, State]) -> dict[int, tuple[str, ...]]:
-    return {i: tuple(state.get(i, {})) for i in which}
 
 
 def _with_or_without_counters(footprint: Footprint, *given: Any) -> Update:
@@ -378,7 +290,7 @@ def _trace(
         number_out=[[place] for place in pieces["number_out"]],
         scalar_count=pieces["scalar_count"],
         symbols=symbols,
-        structure=_structure(which, state),
+        structure=structure_of(which, state),
         footprint=footprint,
         constants=constants,
         conditions=_conditions(env, symbols),

@@ -43,12 +43,14 @@ from gradsync_fx.passes.symbolic import (
 
 @dataclass(frozen=True, slots=True)
 class _After:
-    """What the host runs after the main program."""
+    """What the host runs after the main program.
 
-    module: GraphModule | None  # None: it waits for a bucket of sums
-    inputs: tuple[
-        int, ...
-    ]  # positions among the program's inputs, then the main program's extra outputs
+    module: None for a wait for a bucket of sums.
+    inputs: positions among the program's inputs and, after these, the main program's extra outputs.
+    """
+
+    module: GraphModule | None
+    inputs: tuple[int, ...]
 
 
 def check_lowered(rewritten: Rewritten) -> None:

@@ -19,37 +19,47 @@ from gradsync_fx.ir.program import Program
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A tensor that the host hands to a kernel."""
+    """A tensor that the host hands to a kernel.
 
-    kind: str  # "input": of the program; "extra": an output that the main program has for this
-    index: int  # among those of its kind
+    kind: "input" of the program, or "extra": an output that the main program has for this.
+    index: among those of its kind.
+    """
+
+    kind: str
+    index: int
 
 
 @dataclass(slots=True, eq=False)
 class Kernel:
     """An update of one parameter, whichever it is.
 
-    Inputs: n, the `written` tensors (parameter, state), the gradient, other state, then tensors of one element.
+    module: its graph, which also runs as it stands, on tensors of any shape. Inputs: n, the `written` tensors
+        (parameter, state), the gradient, other state, then tensors of one element. It writes in place, and gives
+        nothing.
+    fake_mode: of its values, whose one dimension has a symbolic size.
+    written: how many tensors it writes; so the gradient's position among the tensors.
+    resets: whether the gradient is a running sum, which it zeroes.
+    run: the compiled form, for flat views. None until lowering sets it.
     """
 
-    module: GraphModule  # as it runs where tensors are no flat views
-    fake_mode: FakeTensorMode  # of its values, whose one dimension has a symbolic size
-    written: int  # how many tensors it writes; the gradient's position among them all
-    resets: bool  # whether the gradient is a running sum, which it zeroes
-    run: Callable[[list[Any]], Any] | None = (
-        None  # the compiled form, for flat views; set by lowering
-    )
+    module: GraphModule
+    fake_mode: FakeTensorMode
+    written: int
+    resets: bool
+    run: Callable[[list[Any]], Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """One parameter's update."""
+    """One parameter's update.
+
+    tensors: those with elements to go over, in the kernel's order; the gradient at `kernel.written`.
+    scalars: those of one element.
+    """
 
     kernel: Kernel
-    tensors: tuple[
-        Operand, ...
-    ]  # full ones in the kernel's order, the gradient at `kernel.written`
-    scalars: tuple[Operand, ...]  # those of one element
+    tensors: tuple[Operand, ...]
+    scalars: tuple[Operand, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +71,14 @@ class Wait:
 
 @dataclass(slots=True)
 class Cut:
-    """What was cut out of a program, and the outputs that its main program has more."""
+    """What was cut out of a program, by `cut_updates`.
 
-    calls: list[KernelCall | Wait] = field(default_factory=list)  # in the host's order
-    extras: list[Node] = field(
-        default_factory=list
-    )  # the main program's last outputs, read by calls
+    calls: in the host's order.
+    extras: the outputs that the main program has after the program's own, for the calls.
+    """
+
+    calls: list[KernelCall | Wait] = field(default_factory=list)
+    extras: list[Node] = field(default_factory=list)
 
     @property
     def kernels(self) -> list[Kernel]:
@@ -76,14 +88,22 @@ class Cut:
 
 @dataclass(slots=True)
 class Rewritten:
-    """What a compiler is handed for a program. The program itself stays as it is, and readable."""
+    """What a compiler is handed for a program. Passes change all of it but the program, which stays readable.
+
+    program: the verified one.
+    main: its graph. Inputs: the program's; outputs: the program's, then the extras of `cut`.
+    fake_mode: of the values in `main`.
+    cut: empty until `cut_updates`.
+    updates: what is compiled of each kernel: a copy of its graph.
+    settings: Inductor's, unless the user sets them.
+    """
 
     program: Program
     main: GraphModule
-    fake_mode: Any  # of the main program's values
+    fake_mode: Any
     cut: Cut = field(default_factory=Cut)
-    updates: dict[Kernel, GraphModule] = field(default_factory=dict)  # what is compiled of each
-    settings: dict[str, Any] = field(default_factory=dict)  # Inductor's, unless the user sets them
+    updates: dict[Kernel, GraphModule] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def copy_of(cls, program: Program, fake_mode: Any) -> Rewritten:

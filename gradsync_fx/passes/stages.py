@@ -41,15 +41,20 @@ _MAY_ALIAS = frozenset(
 
 @dataclass(slots=True)
 class Stage:
-    """A piece of a program, and the optimizer's step that runs after it."""
+    """A piece of a program, and the optimizer's step that runs after it.
 
-    program: Program | None  # None where nothing is computed
-    inputs: list[
-        int | str
-    ]  # positions of the whole program's inputs, or names of what an earlier stage gave
-    outputs: list[str]  # names of what this one gives, in the order of the program's outputs
-    update: Opaque | None  # None after the last stage
-    gradients: list[str]  # names of what the update is given
+    program: None where nothing is computed.
+    inputs: of the program: positions of the whole program's inputs, or names of what an earlier stage gave.
+    outputs: names of what this one gives, in the order of the program's outputs.
+    update: None after the last stage.
+    gradients: names of what the update is given.
+    """
+
+    program: Program | None
+    inputs: list[int | str]
+    outputs: list[str]
+    update: Opaque | None
+    gradients: list[str]
 
 
 @dataclass(slots=True)

@@ -12,70 +12,97 @@ from gradsync_fx.ir.ops import LEAF_GRAD, argument
 from gradsync_fx.ir.program import Step
 from gradsync_fx.ir.regions import Regions
 from gradsync_fx.optim.opaque import Opaque
-from gradsync_fx.optim.trace import Update
+from gradsync_fx.optim.update import Update
 
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """How one leaf's accumulated gradient becomes the window's."""
+    """How one leaf's accumulated gradient becomes the window's.
 
-    op: str  # of the all-reduce
-    group: str | None  # the process group's name; None: no all-reduce
-    # What it is divided by afterwards. "ranks": the terms, or the weight, of all ranks; "local": the same over the
-    # number of ranks, for gradients that the user's own code averages.
+    op: of the all-reduce.
+    group: the process group's name; None for no all-reduce.
+    divisor: what the sum is divided by afterwards. "ranks": the terms, or the weight, of all ranks; "local": the same
+        over the number of ranks, for gradients that the user's own code averages.
+    """
+
+    op: str
+    group: str | None
     divisor: str
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Leaves of one part that share one all-reduce. The same on all ranks."""
+    """Leaves of one part that share one all-reduce. What it is at run time: comm/flat_bucket.py.
 
-    leaves: tuple[int, ...]  # leaf numbers, in the order in which they lie in the flat tensor
+    leaves: leaf numbers, in the order in which their sums lie in the flat tensor.
+    reduction: of each of them.
+    part: of the window.
+    """
+
+    leaves: tuple[int, ...]
     reduction: Reduction
-    part: int = 0  # of the window
+    part: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Weighing:
-    """What a micro-step's term counts, where that is known only when it runs."""
+    """What a micro-step's term counts, where that is known only when it runs.
 
-    weighted: bool  # it counts the step's own weight
-    finite: bool  # it counts nothing where the loss or a gradient is not finite
-    divides: bool  # the sum is divided by the weight (not so for reduction="sum")
-    dtype: torch.dtype = torch.float64  # of the running weight
+    weighted: it counts the step's own weight.
+    finite: it counts nothing where the loss or a gradient is not finite.
+    divides: the sum is divided by the weight (not so for reduction="sum").
+    dtype: of the running weight.
+    """
+
+    weighted: bool
+    finite: bool
+    divides: bool
+    dtype: torch.dtype = torch.float64
 
 
 @dataclass(slots=True)
 class Plan:
     """All that passes need to know about one program of a captured step.
 
-    A window has one part for each optimizer with a k of its own, else one part. One plan is kept for a step; each
-    program is built from a copy with its own `closing` and `buckets`.
+    A window has one part for each optimizer with a k of its own, else one part. A step keeps one plan in which nothing
+    closes: `closing`, `updates`, `opaque` and `state_tensors` are empty. Each program is built from a copy in which
+    these four, and `buckets`, are its own. Passes change nothing in it.
+
+    step, regions: as captured.
+    buckets: all of the step's, in the order in which they are sent: as gradients become ready, or by name.
+    part_of_leaf: by leaf number.
+    part_of_update: by update marker.
+    closing: parts that this program reduces and updates; the others accumulate.
+    accumulators: running sums by parameter name. The runtime's own dict, shared by all steps of a window.
+    weights: running weight by part, likewise; read only with `weighing`.
+    weighing: None where every term counts 1.
+    group: name of the process group over which weights are summed; None for one rank.
+    world: ranks in it.
+    updates: those that close and are traced, by `update_key`.
+    opaque: those that close and run as they are, likewise.
+    names: of parameters, by id.
+    state_tensors: of each traced update, in the order of its state inputs.
+    wire_dtype: of all-reduces; None for the sums' own.
+    sync_each_batch: every call reduces its terms, so that sums hold what was reduced.
     """
 
     step: Step
     regions: Regions
-    buckets: tuple[Bucket, ...]  # all of the step's, in the order in which they are sent
-    part_of_leaf: dict[int, int]  # by leaf number
-    part_of_update: dict[Node, int]  # by update marker
-    closing: frozenset[int]  # parts that this program reduces and updates; the others accumulate
-    accumulators: dict[
-        str, torch.Tensor
-    ]  # running sums by parameter name; the step's own tensors, shared
-    weights: dict[int, torch.Tensor]  # running weight by part, read only with `weighing`
-    weighing: Weighing | None  # None: every term counts 1
-    group: str | None  # the process group over which weights are summed; None: one rank
-    world: int  # ranks in it
-    updates: dict[
-        str, Update
-    ]  # traced ones, by the key of their binding; set anew for each choice of program
-    opaque: dict[str, Opaque]  # those that run as they are, likewise
-    names: dict[int, str]  # of parameters, by id
-    state_tensors: dict[
-        str, list[torch.Tensor]
-    ]  # of each traced update, in the order of its state inputs
-    wire_dtype: torch.dtype | None  # of all-reduces; None: the sums' own
-    sync_each_batch: bool  # every call reduces its terms, and sums hold what was reduced
+    buckets: tuple[Bucket, ...]
+    part_of_leaf: dict[int, int]
+    part_of_update: dict[Node, int]
+    closing: frozenset[int]
+    accumulators: dict[str, torch.Tensor]
+    weights: dict[int, torch.Tensor]
+    weighing: Weighing | None
+    group: str | None
+    world: int
+    updates: dict[str, Update]
+    opaque: dict[str, Opaque]
+    names: dict[int, str]
+    state_tensors: dict[str, list[torch.Tensor]]
+    wire_dtype: torch.dtype | None
+    sync_each_batch: bool
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -100,11 +127,16 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """One all-reduce: a bucket's sums, a part's weight, or both in one."""
+    """One all-reduce: a bucket's sums, a part's weight, or both in one.
 
-    bucket: Bucket | None  # None for a weight that is sent by itself
-    weight: int | None = None  # the part whose weight this is; None for a bucket by itself
-    early: bool = False  # the buckets after it wait for it: they are scaled by it
+    bucket: None for a weight that is sent by itself.
+    weight: the part whose weight this is; None for a bucket by itself.
+    early: the buckets after it wait for it, as they are scaled by it.
+    """
+
+    bucket: Bucket | None
+    weight: int | None = None
+    early: bool = False
 
 
 def scales_wire(plan: Plan) -> bool:

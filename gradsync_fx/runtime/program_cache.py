@@ -27,7 +27,7 @@ from gradsync_fx.lowering.artifacts import artifact
 from gradsync_fx.lowering.lower import Compiled, decompositions, lower
 from gradsync_fx.optim.binding import Binding, left_as_they_are
 from gradsync_fx.optim.opaque import Opaque
-from gradsync_fx.optim.trace import Update
+from gradsync_fx.optim.update import Update
 from gradsync_fx.passes import build
 from gradsync_fx.passes.stages import in_stages
 from gradsync_fx.passes.update import update_key
