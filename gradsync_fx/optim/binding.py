@@ -105,7 +105,7 @@ class Binding:
         return self._opaque
 
     def _check_outside(self) -> None:
-        """Raises `Unseen` for what stands round the class's code."""
+        """Raises `Unseen` for what stands around the class's code."""
         if not isinstance(getattr(self.optimizer, "state", None), dict):
             raise Unseen("it has no state of its own")
         if step_hooks(self.optimizer):

@@ -3,7 +3,7 @@
 program: ... reduce, clip -> gradients | `.grad` = gradients; optimizer.step(...); `.grad` = None | the rest: program
 
 Right for any optimizer: hooks, attributes, wrappers and state are the user's own, and run once per update. It costs a
-second program where something reads an updated parameter, and the fusion of the update with what stands ahead of it.
+second program where something reads an updated parameter, and the fusion of the update with what stands before it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Opaque:
     why: str
 
     def __str__(self) -> str:
-        return f"{type(self.optimizer).__name__}.step runs as it is, behind the reduced gradients: {self.why}"
+        return f"{type(self.optimizer).__name__}.step runs as it is, after the gradients are reduced: {self.why}"
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -76,7 +76,7 @@ def warn_of(updates: Mapping[str, Opaque], told: set[str]) -> None:
 
 
 def calls_its_closure_once(optimizer: Optimizer) -> bool:
-    """Whether its step calls a closure once, ahead of all else: then it may stand ahead of the step."""
+    """Whether its step calls a closure once, before all else: then it may stand before the step."""
     return is_torchs(optimizer) and not isinstance(optimizer, torch.optim.LBFGS)
 
 

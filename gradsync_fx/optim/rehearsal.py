@@ -117,7 +117,7 @@ def _traced(
     flat: list[torch.Tensor],
     gradients: dict[int, torch.Tensor],
 ) -> Iterator[tuple[tuple[str, int, Any], Any, Any]]:
-    """What the trace computes: each value's place, the value, and what was there before."""
+    """What the trace computes: each value's position, the value, and what was there before."""
     numbers = update.read_numbers(state)
     assert numbers is not None
     values = update.host(*numbers)

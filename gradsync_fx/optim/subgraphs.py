@@ -54,7 +54,7 @@ class Body:
 class BodyCall:
     """One use of a body. params: positions in the optimizer; states, scalars: positions in the update's lists.
 
-    written: the places of the body's outputs behind the new params.
+    written: the positions of the body's outputs after the new params.
     """
 
     body: Body

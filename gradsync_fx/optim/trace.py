@@ -12,7 +12,7 @@ The same holds for comparisons of the symbolic numbers (`if weight_decay != 0`):
 
 Parameters that are alike (group, form, state) are traced by one or two of them (grouping.py), where the optimizer is
 one of torch's own and the trace shows that parameters are updated independently of each other; else all of them are.
-Any other optimizer's code may look at names, places and attributes: its twin holds all parameters, and tells the
+Any other optimizer's code may look at names, positions and attributes: its twin holds all parameters, and tells the
 footprint what it reads and writes beside the values (footprint.py).
 """
 
@@ -124,7 +124,7 @@ def _trace(
 ) -> Update:
     optimizer = footprint.optimizer
     flat = [(gi, p) for gi, group in enumerate(optimizer.param_groups) for p in group["params"]]
-    # Parameters without a gradient: where places are counted, they count.
+    # Parameters without a gradient: where positions are counted, they count.
     others = [] if footprint.torchs else [i for i in range(len(flat)) if i not in set(which)]
     # Hyper-parameters 0 and 1 are values like any other: no specialisation on them.
     env = ShapeEnv(specialize_zero_one=False, duck_shape=False)

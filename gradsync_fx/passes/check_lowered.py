@@ -2,12 +2,12 @@
 
 program.module                          the graph that verify.py checked, in torch's functional form
 main program; waits and update kernels  what runs in its place: writes in place, buckets reduced where they lie, updates
-                                        cut out and run by the host behind it
+                                        cut out and run by the host after it
 
 Both are run on terms (symbolic.py). They are the same program if every input ends with the same term, every output is
 the same term when all has run, the same collectives were sent and each of them waited for once, and the same asserts
-stood in it. So each read of a sum, weight, parameter or state sees what the program meant it to see: no read behind
-the write that ends a value, none ahead of the wait that makes it, no write lost, nothing left half done or under way,
+stood in it. So each read of a sum, weight, parameter or state sees what the program meant it to see: no read after
+the write that ends a value, none before the wait that makes it, no write lost, nothing left half done or under way,
 on every path, for a program is one path. Linear in the size of the graph.
 
 What Inductor then does with a graph is torch's to answer for, but it reads aliases off the fake values: no two values

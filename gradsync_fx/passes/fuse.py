@@ -2,7 +2,7 @@
 
 foreach_norm([a, b], 2)[i]   ->   sqrt(sum(a * a))    part of the loop that makes the values; the op for many tensors is
                                                       opaque, and reads values that were stored for it
-copy_(acc, acc + g), last    ->   the same, right behind the sum: the gradient's memory is free for the next one
+copy_(acc, acc + g), last    ->   the same, right after the sum: the gradient's memory is free for the next one
 copy_(acc, acc + mm(a, b))   ->   add_product(acc, a, b): the product adds itself to the sum, and is never stored
 
 And what it would round:
@@ -123,7 +123,7 @@ def _is_zeros(node: Any) -> bool:
 
 
 def write_early(rewritten: Rewritten) -> None:
-    """Moves each write into an input right behind what it writes, where nobody reads the input as it was after that."""
+    """Moves each write into an input right after what it writes, where nobody reads the input as it was after that."""
     graph = rewritten.main.graph
     order = {node: i for i, node in enumerate(graph.nodes)}
     for copy in graph.find_nodes(op="call_function", target=_aten.copy_.default):

@@ -1,9 +1,9 @@
-"""What a compiler needs to see to hide communication: waits behind all that does not need them, sums in place.
+"""What a compiler needs to see to hide communication: waits after all that does not need them, sums in place.
 
 acc + g -> cat -> all_reduce -> wait -> slice -> update; acc = 0       becomes
 acc = acc + g; start(accs of the bucket);  ...the rest of the backward...;  wait(accs); acc -> update; acc = 0
 
-The all-reduce stays where it stood, behind the bucket's last add.
+The all-reduce stays where it stood, after the bucket's last add.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def reduce_in_place(rewritten: Rewritten) -> None:
         for holder, value in zip(holders, reduced, strict=True):
             if value is not None:
                 value.replace_all_uses_with(holder)
-        _erase_behind(waited)
-        _erase_ahead(started)
+        _erase_with_readers(waited)
+        _erase_unread(started)
     module.recompile()
 
 
@@ -105,7 +105,7 @@ def _total(piece: Node) -> Node:
 
 
 def _read(waited: Node, forms: list[torch.Tensor]) -> list[Node | None] | None:
-    """The ends of wait -> slice -> reshape (-> cast), by the place of the slice; None where it reads otherwise."""
+    """The ends of wait -> slice -> reshape (-> cast), by the position of the slice; None where it reads otherwise."""
     starts = [0]
     for form in forms:
         starts.append(starts[-1] + form.numel())
@@ -121,16 +121,16 @@ def _read(waited: Node, forms: list[torch.Tensor]) -> list[Node | None] | None:
     return found
 
 
-def _erase_behind(node: Node) -> None:
+def _erase_with_readers(node: Node) -> None:
     for user in list(node.users):
-        _erase_behind(user)
+        _erase_with_readers(user)
     node.graph.erase_node(node)
 
 
-def _erase_ahead(node: Node) -> None:
+def _erase_unread(node: Node) -> None:
     """A node without readers, and what only it read, up to inputs and written sums."""
     sources = node.all_input_nodes
     node.graph.erase_node(node)
     for source in sources:
         if not source.users and source.op != "placeholder":
-            _erase_ahead(source)
+            _erase_unread(source)

@@ -290,7 +290,7 @@ def _run(kernel: Kernel, tensors: list[torch.Tensor], scalars: list[torch.Tensor
         tensors[place] = torch.empty_like(first, dtype=gradient.dtype).copy_(gradient)
     alike = all(t.stride() == strides for t in tensors)
     if kernel.run is None or count < 2 or not alike or not _is_dense(first):
-        # No op looks at the shape: as it stands, the graph runs on tensors of any form.
+        # No op looks at the shape: as it stands, the graph runs on tensors of any shape.
         kernel.module(count, *tensors, *scalars)
     else:
         kernel.run([count, *(t.as_strided((count,), (1,)) for t in tensors), *scalars])

@@ -1,9 +1,9 @@
 """A program cut at its opaque updates: stages that run one after the other, with the optimizers' own steps between.
 
-      stage 0: gradients of u1    u1   stage 1: what reads a parameter behind u1    u2   stage 2 ...
+      stage 0: gradients of u1    u1   stage 1: what reads a parameter after u1    u2   stage 2 ...
 
 An op stands in the earliest stage that has all it depends on. A write to a parameter, a buffer or a tensor of the
-user's stands where its value is made: the optimizer's code sees it. Who reads such a tensor as it was ahead of a write
+user's stands where its value is made: the optimizer's code sees it. Who reads such a tensor as it was before a write
 or an update gets a copy from the time before. Random numbers are drawn in the order of the step.
 """
 
@@ -113,7 +113,7 @@ class _StageCutter:
         self._parts = [_Part(i) for i in range(len(self._updates) + 1)]
 
     def _place(self) -> None:
-        """The stage of every node, and the stages behind which a tensor is another one."""
+        """The stage of every node, and the stages after which a tensor is another one."""
         done = 0
         for node in self._program.module.graph.nodes:
             at = max((self._stage[n] for n in node.all_input_nodes), default=0)
@@ -154,7 +154,7 @@ class _StageCutter:
         return node in self._lasting and self._updated.get(argument(node, 1)) is node.args[0]
 
     def _before_update(self, update: Node) -> list[str]:
-        """Gradients, given by the stage; and what the step itself wrote into parameters ahead of the update."""
+        """Gradients, given by the stage; and what the step itself wrote into parameters before the update."""
         part = self._parts[self._stage[update] - 1]
         for name, value in zip(update.meta["parameters"], argument(update, 2), strict=True):
             holder = self._of_parameter[name]
@@ -248,7 +248,7 @@ class _StageCutter:
             # Sizes of the other inputs may be expressions of it.
             if not isinstance(holder.meta["val"], torch.Tensor):
                 self._input(part, self._position[holder], holder, slot)
-        for live, value in part.writes:  # behind all that reads the tensors as they were
+        for live, value in part.writes:  # after all that reads the tensors as they were
             written = part.graph.call_function(_aten.copy_.default, (live, value))
             written.meta["val"] = live.meta["val"]
         part.graph.output(tuple(part.gives.values()))
@@ -262,7 +262,7 @@ class _StageCutter:
 
 
 def _form(value: Any) -> Any:
-    """A fake value of the same form, with a storage of its own."""
+    """A fake value of the same shape, strides and dtype, with a storage of its own."""
     return value.new_empty_strided(value.shape, value.stride())
 
 
@@ -301,9 +301,9 @@ class Staged:
         self._stages, self._live = stages, live
         self._runs = [compile_one(s.program) if s.program else None for s in stages.stages]
         wanted = {name for what, name in stages.results if what == "given"}
-        self._last_use = [self._dropped_behind(i, wanted) for i in range(len(stages.stages))]
+        self._last_use = [self._dropped_after(i, wanted) for i in range(len(stages.stages))]
 
-    def _dropped_behind(self, number: int, wanted: set[Any]) -> list[str]:
+    def _dropped_after(self, number: int, wanted: set[Any]) -> list[str]:
         """What no later stage, and no result, needs."""
         later = {k for s in self._stages.stages[number + 1 :] for k in s.inputs} | wanted
         return [n for s in self._stages.stages[: number + 1] for n in s.outputs if n not in later]

@@ -3,7 +3,7 @@
 g  ->  g * w                       reduction="weighted"
 g  ->  g where finite, else 0      skip_nonfinite; then w is 1 or 0, or the step's own weight or 0
 
-The running weight of a part is an input like an accumulator. Where the sums are divided by it, it travels with the
+The running weight of a part is an input like an accumulator. Where the sums are divided by it, it is sent with the
 first bucket whose wire is at least as wide as float32, and alone where there is none: a weight that was rounded to
 bfloat16 would scale every gradient.
 """
@@ -51,7 +51,7 @@ def weigh_terms(draft: Draft, plan: Plan) -> None:
                 term = draft.call(_aten.where.self, finite, term, zero)
         marker.update_arg(0, term)
     draft.notes[Role.WEIGHT, 0] = [weight]
-    draft.sort()  # a weight may be said, and a last loss computed, behind the first gradients
+    draft.sort()  # a weight may be said, and a last loss computed, after the first gradients
 
 
 def _weight(draft: Draft, plan: Plan) -> Node:
@@ -128,7 +128,7 @@ def reduce_all(
     """All buckets over the ranks, each by one all-reduce, and each part's weight with one of its buckets.
 
     divided: whether the terms are means already. A float16 wire ends at 65504: other terms are scaled for it, so that
-    what arrives is no larger than their mean. That needs the weights first; they go ahead of all buckets, then.
+    what arrives is no larger than their mean. That needs the weights first; they go before all buckets, then.
     """
     scaled = scales_wire(plan) and not divided
     done = dict(weights)
@@ -144,9 +144,9 @@ def reduce_all(
                 done[part] = values.pop()
             reduced[bucket] = values
         elif part is not None:
-            behind = () if sent.early else last
+            after = () if sent.early else last
             done[part] = _reduce_weight(
-                draft, plan, part, weights[part], behind=behind, early=sent.early
+                draft, plan, part, weights[part], after=after, early=sent.early
             )
     return reduced, done
 
@@ -157,15 +157,13 @@ def _reduce_weight(
     part: int,
     weight: Node,
     *,
-    behind: Sequence[Node] = (),
+    after: Sequence[Node] = (),
     early: bool = False,
 ) -> Node:
     """A part's weight over the ranks, by an all-reduce of its own. early: buckets wait for it."""
     alone = Bucket((), Reduction("sum", plan.group, "ranks"), part)
     own = weight.meta["val"].dtype
-    (total,) = reduce_bucket(
-        draft, plan, alone, [weight], wire_dtype=own, behind=behind, early=early
-    )
+    (total,) = reduce_bucket(draft, plan, alone, [weight], wire_dtype=own, after=after, early=early)
     return total
 
 

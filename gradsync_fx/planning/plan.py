@@ -161,7 +161,7 @@ def sending_order(
 
 
 def carrier(plan: Plan, part: int) -> Bucket | None:
-    """The bucket that a part's weight travels with; None where it goes alone (or nowhere, without a group)."""
+    """The bucket that a part's weight is sent with; None where it goes alone (or nowhere, without a group)."""
     for bucket in plan.buckets:
         if bucket.part == part and bucket.reduction == Reduction("sum", plan.group, "ranks"):
             name = plan.step.leaves[bucket.leaves[0]].name

@@ -251,19 +251,19 @@ def find_buckets(
         )
         joined, used = open_buckets.pop(key, ([], 0))
         joined, used = [*joined, leaf], used + size
-        # Closed once full, as DDP does: a small gradient beside large ones never has to travel alone.
+        # Closed once full, as DDP does: a small gradient beside large ones is never sent alone.
         if used >= _bytes_of_next(setting, parameter.device, first=not done):
             done.append((key, joined))
         else:
             open_buckets[key] = (joined, used)
     done += [(key, joined) for key, (joined, _) in open_buckets.items()]
-    # A bucket's all-reduce starts behind its last gradient: the tail program has to keep that order.
+    # A bucket's all-reduce starts after its last gradient: the tail program has to keep that order.
     done.sort(key=lambda item: leaves.index(item[1][-1]))
 
     def uneven(leaf: int) -> bool:
         return capture.step.leaves[leaf].parameter.numel() % 16 != 0
 
-    # Behind one of them, the bucket's others would not start at a cache line.
+    # After one of them, the bucket's others would not start at a cache line.
     return tuple(Bucket(tuple(sorted(joined, key=uneven)), key[0], key[1]) for key, joined in done)
 
 
