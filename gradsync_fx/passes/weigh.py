@@ -10,7 +10,6 @@ bfloat16 would scale every gradient.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -21,7 +20,14 @@ from gradsync_fx.ir.ops import Role, argument
 from gradsync_fx.ir.program import Kind, Slot
 from gradsync_fx.passes.bucket import WireScale, reduce_bucket
 from gradsync_fx.passes.sums import cast, filled
-from gradsync_fx.planning.plan import Bucket, Plan, Reduction, scales_wire, sending_order
+from gradsync_fx.planning.plan import (
+    Bucket,
+    Plan,
+    Reduction,
+    scales_wire,
+    sending_order,
+    wire_scale,
+)
 
 
 _aten = torch.ops.aten
@@ -170,7 +176,7 @@ def _reduce_weight(
 def _scale(draft: Draft, plan: Plan, weight: Node | None) -> WireScale:
     """2 to the power that makes the sum over `weight` (of all ranks) no larger than the mean."""
     if weight is None:
-        power = 2.0 ** math.ceil(math.log2(plan.world))
+        power = wire_scale(plan.world)
         return WireScale(1 / power, power)
     with draft.after(weight):
         one = filled(draft, 1.0, weight.meta["val"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -142,6 +143,11 @@ class Sent:
 def scales_wire(plan: Plan) -> bool:
     """Whether sums are scaled for the wire by how many terms they hold: float16 ends at 65504."""
     return plan.wire_dtype is torch.float16 and plan.group is not None
+
+
+def wire_scale(terms: float) -> float:
+    """The power of 2 by which a sum of so many terms is no larger than their mean; 1 for none."""
+    return 2.0 ** math.ceil(math.log2(terms)) if terms > 0 else 1.0
 
 
 def sending_order(

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from gradsync_fx.ir.ops import ALL_REDUCE, WAIT
-from gradsync_fx.planning.plan import Plan, scales_wire, sending_order
+from gradsync_fx.planning.plan import Plan, scales_wire, sending_order, wire_scale
 
 
 def take_part(plan: Plan) -> None:
     """Zeros into the reductions of the other ranks' accumulate call; what they sum comes in here, too.
 
-    In the order of the program that they run (planning/plan.py), with its scales (passes/weigh.py).
+    In the order of the program that they run, with its scales (planning/plan.py).
     """
     leaves = plan.step.leaves
     weights = plan.weights if plan.weighing else {}
@@ -26,8 +24,7 @@ def take_part(plan: Plan) -> None:
             reduction, scale = bucket.reduction, 1.0
             held = [*(plan.accumulators[leaves[i].name] for i in bucket.leaves), *held]
             if scaled:
-                count = totals.get(bucket.part, float(plan.world))
-                scale = 2.0 ** math.ceil(math.log2(count)) if count > 0 else 1.0
+                scale = wire_scale(totals.get(bucket.part, float(plan.world)))
             _add_reduced(held, plan.wire_dtype, reduction.op, reduction.group, scale)
         elif part is not None:
             before = weights[part].clone()
