@@ -71,7 +71,7 @@ def warn_of(updates: Mapping[str, Opaque], told: set[str]) -> None:
         if key not in told:
             told.add(key)
             warn_user(
-                f"{update}. That is right for any optimizer; it costs what the compiler would have joined."
+                f"{update}. That is right for any optimizer; it costs what the compiler would have fused."
             )
 
 

@@ -4,7 +4,7 @@ update(p0, p1, p2, g0, ...)   ->   body(p0, g0, state of 0, scalars), body(p1, g
 
 Found by structure: what a parameter's new value and state are made of may reach that parameter, its gradient, its
 state, the group's own tensors and scalars, and nothing of any other parameter. Parameters of different shapes share a
-body where every op works element by element. An update that joins parameters (a norm over all of them) is one body.
+body where every op works element by element. An update that mixes parameters (a norm over all of them) is one body.
 """
 
 from __future__ import annotations
