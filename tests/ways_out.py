@@ -67,7 +67,7 @@ WAYS_OUT: dict[str, str | Untried] = {
     + "the_optimizer_is_reached_in_every_call",
     "capture/tracer.py:hook_error remove the hook, and do": STEPS + "a_hooks_work_is_done_between",
     "runtime/captured_facts.py:_weighing call it with the number": STEPS + "the_weight_is_said",
-    "runtime/capture_cache.py:_other make a step of its own f": WINDOWS
+    "runtime/refusals.py:another_object make a step of its own f": WINDOWS
     + "another_model_has_a_step_of_its_own",
     "passes/check_lowered.py:_fault report it with the step:": FAULT,
     "comm/collectives.py:_differ call it on every rank, o": (
@@ -228,6 +228,10 @@ WAYS_OUT: dict[str, str | Untried] = {
     ),
     "comm/rendezvous.py:check_same_layout with sync_each_batch=Tru": (
         "tests/test_ranks_scripts.py::test_every_rank_takes_another_branch"
+    ),
+    "runtime/module_buffers.py:_apart call step.prepare(...) o": (
+        "tests/runtime/test_module_buffers.py"
+        "::test_ranks_that_reached_different_branches_are_refused_and_prepare_is_a_way_out"
     ),
     "comm/rendezvous.py:_disagree give every rank the same": "tests/test_ranks_ends.py::test_uneven_data",
     "capture/recurrent.py:refuse_dropout stack nn. layers with nn": (

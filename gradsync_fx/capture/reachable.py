@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -112,6 +112,10 @@ def _links(value: Any) -> Iterator[tuple[str, Any]]:
         yield "optimizer", value.optimizer
     elif not isinstance(value, Optimizer | type | ModuleType | BuiltinFunctionType):
         yield from getattr(value, "__dict__", {}).items()
+        for cls in type(value).__mro__:
+            for name, entry in vars(cls).items():
+                if isinstance(entry, MemberDescriptorType) and hasattr(value, name):
+                    yield name, getattr(value, name)  # a slot
 
 
 def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:

@@ -43,8 +43,9 @@ class Position:
     one layout holds the window's gradients, `EAGER` where the step runs eagerly. certain: whether each gradient in
     these buckets has a term that counts. settled: whether it knows which of the buckets lie in memory that all
     ranks reach. collectives: a number for those of the step itself (collectives.py). bound: how many of these this
-    call runs that need its data. fed: its micro-steps with data in the open window, this call included. weights: of
-    each part's terms on this rank; where weights are known only when a micro-step has run, without this call's.
+    call runs that need its data. fed: its micro-steps with data in the open window, this call included. buffers:
+    a number for the module buffers that it sends or takes. weights: of each part's terms on this rank; where weights
+    are known only when a micro-step has run, without this call's.
     """
 
     kind: int
@@ -60,6 +61,7 @@ class Position:
     collectives: int
     bound: int
     fed: int
+    buffers: int
     weights: tuple[float, ...]
 
 
@@ -201,7 +203,8 @@ class Line:
         """Every rank's position."""
         fixed = [mine.kind, mine.runs, mine.k, mine.pending, mine.closing, mine.optimizer_step]
         asked = [mine.layout, mine.discards, mine.certain, mine.settled]
-        numbers = [*fixed, *asked, mine.collectives, mine.bound, mine.fed, *mine.weights]
+        held = [mine.collectives, mine.bound, mine.fed, mine.buffers]
+        numbers = [*fixed, *asked, *held, *mine.weights]
         rows = self.gather(numbers, where=self.place(mine.pending, mine.k, mine.optimizer_step))
         return Meeting([_position(row) for row in rows])
 

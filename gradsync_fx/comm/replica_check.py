@@ -85,7 +85,8 @@ def _other_form(what: str, forms: list[list[str]]) -> ReplicaMismatchError:
         f"the {what} of the model",
         seen=", ".join(f"rank {rank} has {mine[i]}" for rank, mine in enumerate(forms)),
         wanted="the same names, shapes and dtypes on all ranks, in the same order",
-        fix="build the same model on every rank",
+        fix="build the same model on every rank; where branches of the step call different models, let all ranks begin "
+        "with the same one",
     )
 
 

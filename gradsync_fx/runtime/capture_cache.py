@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from gradsync_fx.capture.tracer import Capture, hook_error
-from gradsync_fx.errors import WindowError
 from gradsync_fx.ir.deferral import check_deferrable
 from gradsync_fx.optim.state import in_groups
 from gradsync_fx.options import Options
@@ -17,6 +16,7 @@ from gradsync_fx.runtime.captured_facts import CapturedFacts
 from gradsync_fx.runtime.captured_step import CapturedStep
 from gradsync_fx.runtime.consistency import Integrity
 from gradsync_fx.runtime.protocol import StepObjects, StepProtocol
+from gradsync_fx.runtime.refusals import another_object
 from gradsync_fx.user_lines import warn_user
 
 
@@ -87,11 +87,11 @@ class Catalogue:
                 shared = held.intersection(map(id, in_groups(other)))
                 if all(other is not o for o in objects.optimizers) and shared:
                     name = f"optimizer {type(optimizer).__name__} (id {id(optimizer):#x})"
-                    raise _other(name, "another optimizer object")
+                    raise another_object(name, "another optimizer object")
         known = self._accumulators.parameters
         for name, parameter in objects.parameters.items():
             if name in known and known[name] is not parameter:
-                raise _other(f"parameter {name!r}", "another model object")
+                raise another_object(f"parameter {name!r}", "another model object")
 
     def closer(self) -> StepProtocol | None:
         """The latest capture that reaches an update: its tail can close a window without data."""
@@ -115,12 +115,3 @@ class Catalogue:
             if fresh is not None and fits(fresh):
                 return fresh
         return next((c for c in reversed(self.captures) if fits(c)), None)
-
-
-def _other(culprit: str, what: str) -> WindowError:
-    return WindowError(
-        culprit,
-        seen=f"this step was captured with {what} before",
-        wanted="the same model and optimizer at every call",
-        fix="make a step of its own for it: gradsync_fx.optimize(train_step, ...)",
-    )

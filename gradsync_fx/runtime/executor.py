@@ -58,7 +58,7 @@ class Executor:
         self.accumulators = Accumulators(len(options.steps))
         self.integrity = Integrity()
         self.catalogue = Catalogue(self.accumulators, self.integrity, simulated)
-        self.buffers = ModuleBuffers()
+        self.buffers = ModuleBuffers(self.catalogue)
         self.drift = Drift()
         self.saved: WindowState | None = None
         self.discards = 0
@@ -157,6 +157,7 @@ class Executor:
             collectives=step.collectives.number,
             bound=step.collectives.bound(closes=bool(closing)) if runs else 0,
             fed=max(part.summed for part in after.parts),
+            buffers=self.buffers.number(),
             weights=weights_of(after, self.accumulators, weighs=step.weighs),
         )
         with self.integrity.among_ranks(alone=self._line.group is None):
@@ -164,7 +165,7 @@ class Executor:
             meeting = self._line.meet(mine)
             self._agreement.check(self._line, meeting, step.collectives)
             check_same_window(meeting)
-            self.buffers.follow(meeting)
+            self.buffers.follow(self._line, meeting)
             if meeting.someone_runs and self.options.sync_each_batch:
                 check_same_layout(meeting)
         return meeting

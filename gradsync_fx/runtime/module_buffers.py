@@ -9,77 +9,109 @@ own first call there: a rank whose data ended does not make that call, and nobod
 
 from __future__ import annotations
 
+import zlib
+
 import torch
 
-from gradsync_fx.comm.rendezvous import Meeting, broadcast
+from gradsync_fx.comm.rendezvous import Line, Meeting, broadcast
+from gradsync_fx.errors import RanksDisagreeError
+from gradsync_fx.runtime.capture_cache import Catalogue
 from gradsync_fx.runtime.protocol import StepProtocol
+from gradsync_fx.runtime.refusals import another_object
+from gradsync_fx.wording import number_of
+
+
+Buffers = dict[str, torch.Tensor]
 
 
 class ModuleBuffers:
-    """The buffers of the step's modules, and what was fetched for the next window."""
+    """The buffers of the step's modules, of all branches that were captured so far.
 
-    def __init__(self) -> None:
-        self.fetched: dict[str, torch.Tensor] = {}
-        self._here: dict[str, torch.Tensor] = {}
-        self._restored: dict[str, torch.Tensor] = {}
+    fetched: what was fetched for the next window, by name.
+    """
+
+    def __init__(self, catalogue: Catalogue) -> None:
+        self._catalogue = catalogue
+        self.fetched: Buffers = {}
+        self._restored: Buffers = {}
         self._waiting = False
         self._source = 0
+        self._known: tuple[int, Buffers, Buffers] = (0, {}, {})
 
-    def follow(self, meeting: Meeting) -> None:
-        """Whose buffers count from here on."""
+    def _all(self) -> tuple[Buffers, Buffers]:
+        """All buffers, and those that ranks share, in an order that is the same on all ranks."""
+        steps = self._catalogue.steps
+        if self._known[0] != len(steps):
+            every: Buffers = {}
+            shared: Buffers = {}
+            for step in steps if steps[0].setting.group is not None else ():
+                for name, buffer in step.objects.buffers.items():
+                    if every.setdefault(name, buffer) is not buffer:
+                        raise another_object(f"buffer {name!r}", "another model object")
+                if step.setting.broadcast_buffers != "never":
+                    shared |= step.setting.shared_buffers
+            self._known = len(steps), every, dict(sorted(shared.items()))
+        return self._known[1:]
+
+    def number(self) -> int:
+        """Equal on two ranks exactly when they send the same buffers; 0 for none."""
+        forms = [(n, tuple(b.shape), str(b.dtype)) for n, b in self._all()[1].items()]
+        return zlib.crc32(repr(forms).encode()) if forms else 0
+
+    def follow(self, line: Line, meeting: Meeting) -> None:
+        """Whose buffers count from here on. Raises `RanksDisagreeError` where ranks would send different ones."""
+        if len({p.buffers for p in meeting.ranks}) > 1:
+            raise _apart(line.texts("\0".join(self._all()[1])))
         self._source = next(iter(meeting.fed), self._source)
 
     def first(self, step: StepProtocol) -> None:
         """All ranks make their first capture: the one time that rank 0's buffers come at once."""
-        group, buffers = step.setting.group, step.setting.shared_buffers
-        self._here = step.objects.buffers if group is not None else {}
-        if group is not None and step.setting.broadcast_buffers != "never" and buffers:
-            broadcast(group, list(buffers.values()))
-        if self._follows(step):
-            self.fetched = {name: b.clone() for name, b in buffers.items()}
+        self._send(step, 0)
+        if step.setting.broadcast_buffers == "window_start":
+            self.fetched = {name: b.clone() for name, b in self._all()[1].items()}
 
     def before(self, step: StepProtocol) -> None:
         """Before a micro-step."""
-        for name, value in self._restored.items():
-            step.objects.buffers[name].copy_(value)
-        self._restored = {}
+        every, _ = self._all()
+        for name in self._restored.keys() & every.keys():
+            every[name].copy_(self._restored.pop(name))
         self.participate(step)
         if self._waiting:
-            for name, value in self.fetched.items():
-                step.objects.buffers[name].copy_(value)
+            for name in self.fetched.keys() & every.keys():
+                every[name].copy_(self.fetched[name])
         self._waiting = False
 
     def participate(self, step: StepProtocol) -> None:
         """What every rank does at every call, also one without data, where buffers are broadcast at every call."""
-        group, buffers = step.setting.group, step.setting.shared_buffers
-        if group is not None and step.setting.broadcast_buffers == "every" and buffers:
-            broadcast(group, list(buffers.values()), self._source)
+        if step.setting.broadcast_buffers == "every":
+            self._send(step, self._source)
 
     def after_boundary(self, step: StepProtocol) -> None:
         """All ranks meet."""
-        group = step.setting.group
-        if group is not None and self._follows(step):
-            for name, value in step.setting.shared_buffers.items():
-                self.fetched[name] = value.clone()
-            names = step.setting.shared_buffers
-            broadcast(group, [self.fetched[name] for name in names], self._source)
+        group, (_, shared) = step.setting.group, self._all()
+        if group is not None and step.setting.broadcast_buffers == "window_start":
+            self.fetched |= {name: value.clone() for name, value in shared.items()}
+            broadcast(group, [self.fetched[name] for name in shared], self._source)
             self._waiting = True
 
     def at_end(self, step: StepProtocol) -> None:
         """All ranks' data has ended."""
-        group, buffers = step.setting.group, step.setting.shared_buffers
-        if group is not None and step.setting.broadcast_buffers != "never" and buffers:
-            broadcast(group, list(buffers.values()), self._source)
+        if self._send(step, self._source):
             self._waiting = False
 
-    def own(self) -> dict[str, torch.Tensor]:
+    def _send(self, step: StepProtocol, source: int) -> bool:
+        group, (_, shared) = step.setting.group, self._all()
+        if group is None or not shared:
+            return False
+        broadcast(group, list(shared.values()), source)
+        return True
+
+    def own(self) -> Buffers:
         """This rank's buffers as they are: inside a window they differ between ranks, and a model's checkpoint that
         all ranks write together holds one rank's."""
-        return self._here
+        return self._all()[0]
 
-    def restore(
-        self, fetched: dict[str, torch.Tensor], waiting: bool, own: dict[str, torch.Tensor]
-    ) -> None:
+    def restore(self, fetched: Buffers, waiting: bool, own: Buffers) -> None:
         """Takes saved values; this rank's own buffers go in place at the next call, after any loading of the model."""
         self.fetched, self._waiting, self._restored = dict(fetched), waiting, dict(own)
 
@@ -88,6 +120,18 @@ class ModuleBuffers:
         """Whether what was fetched has yet to be put in place."""
         return self._waiting
 
-    def _follows(self, step: StepProtocol) -> bool:
-        setting = step.setting
-        return setting.group is not None and setting.broadcast_buffers == "window_start"
+
+def _apart(told: list[str]) -> RanksDisagreeError:
+    """told: the names of each rank's buffers."""
+    held: list[set[str]] = [set(text.split("\0")) - {""} for text in told]
+    apart = sorted(set[str]().union(*held) - held[0].intersection(*held))
+    without = [rank for rank, names in enumerate(held) if apart and apart[0] not in names]
+    return RanksDisagreeError(
+        f"buffer {apart[0]!r}" if apart else "the buffers of the model",
+        seen=f"the steps of ranks {without} have not reached it so far ({number_of(len(apart), 'buffer')} in all)"
+        if apart
+        else "their shapes or dtypes differ among the ranks",
+        wanted="the same module buffers on all ranks",
+        fix="call step.prepare(...) once for each branch of the step, on every rank, before training; or pass "
+        'broadcast_buffers="never"',
+    )

@@ -88,3 +88,12 @@ def changed_steps(options: Options, k: Any, pending: int) -> Options:
             fix="make a step of its own for it: gradsync_fx.optimize(train_step, ...)",
         )
     return changed
+
+
+def another_object(culprit: str, what: str) -> WindowError:
+    return WindowError(
+        culprit,
+        seen=f"this step was captured with {what} before",
+        wanted="the same model and optimizer at every call",
+        fix="make a step of its own for it: gradsync_fx.optimize(train_step, ...)",
+    )

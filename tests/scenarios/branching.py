@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradsync_fx
 from tests.optimizers import sgd
+from tests.scenarios.disagreement import refusal
 
 
 def pair() -> tuple[nn.Module, nn.Module]:
@@ -125,3 +126,44 @@ def trained() -> dict[str, Tensor]:
         update.step()
         update.zero_grad()
     return {name: p.detach() for name, p in both.named_parameters()}
+
+
+def read_only(rank: int, ways: Sequence[str], prepares: bool) -> dict[str, Tensor]:
+    """Batch statistics of two models that nobody trains, each called in one branch of the step.
+
+    ways: those of this job's ranks, a letter for each call. prepares: each branch, on all ranks, before training.
+    """
+    torch.manual_seed(0)
+    norms = {name: nn.BatchNorm1d(2) for name in "ab"}
+    head = nn.Linear(2, 1)
+    update = sgd(head)
+
+    def step(way: str, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            hidden = norms[way](x)
+        loss: Tensor = head(hidden).pow(2).mean()
+        loss.backward()
+        update.step()
+        update.zero_grad()
+        return loss
+
+    run = gradsync_fx.optimize(step, gradient_accumulation_steps=2, backend="aot_eager")
+    if prepares:
+        for way in norms:
+            run.prepare(way, inputs(1)[0])
+    for way, x in zip(ways[rank], inputs(4, rank), strict=True):
+        run(way, x)
+    run.flush()
+    return {f"{way}.running_mean": norm.running_mean.clone() for way, norm in norms.items()}
+
+
+def read_only_refused(rank: int, ways: Sequence[str]) -> dict[str, Any]:
+    return refusal(lambda: read_only(rank, ways, prepares=False))
+
+
+def means_of(ways: str) -> dict[str, Tensor]:
+    """In plain PyTorch: of rank 0's batches alone."""
+    norms = {name: nn.BatchNorm1d(2) for name in "ab"}
+    for way, x in zip(ways, inputs(4), strict=True):
+        norms[way](x)
+    return {f"{way}.running_mean": norm.state_dict()["running_mean"] for way, norm in norms.items()}
