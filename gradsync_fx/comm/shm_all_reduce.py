@@ -5,9 +5,9 @@ rank 1   | sum | sum |
           share  share
           of 0   of 1
 
-What a bucket's start only notes is done at the first wait that needs it, for all that was started till then: the ranks
-meet (all have added their last term), each adds up its shares, they meet again (all shares are written). They meet in
-an all-reduce of one number, so that a rank that is late or gone shows as it does in any other collective.
+Starting a bucket only notes it. The first wait does the work for all buckets that have been started: the ranks meet
+(all have added their last term), each adds up its shares, they meet again (all shares are written). They meet in an
+all-reduce of one number, so that a rank that is late or gone shows as it does in any other collective.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def missing(draft: Draft, value: Node) -> Node:
 
 
 def give_host_values(draft: Draft, plan: Plan) -> None:
-    """What the host's own calls (a scheduler's, with a metric) want joins the outputs."""
+    """What the host's own calls (a scheduler's, with a metric) want becomes an output."""
     _give(draft, plan, [index for role, index in sorted(draft.notes) if role is Role.HOST])
 
 

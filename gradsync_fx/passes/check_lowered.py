@@ -4,11 +4,11 @@ program.module                          the graph that verify.py checked, in tor
 main program; waits and update kernels  what runs in its place: writes in place, buckets reduced where they lie, updates
                                         cut out and run by the host after it
 
-Both are run on terms (symbolic.py). They are the same program if every input ends with the same term, every output is
-the same term when all has run, the same collectives were sent and each of them waited for once, and the same asserts
-stood in it. So each read of a sum, weight, parameter or state sees what the program meant it to see: no read after
-the write that ends a value, none before the wait that makes it, no write lost, nothing left half done or under way,
-on every path, for a program is one path. Linear in the size of the graph.
+Both are run on terms (symbolic.py). They are the same program if, when all has run, every input holds the same term,
+every output is the same term, the same collectives were sent and each was waited for once, and the same asserts were
+met. So each read of a sum, weight, parameter or state sees what the program meant it to see: none comes after the write
+that ends the value, or before the wait that makes it; no write is lost, and nothing is left under way. A program has no
+branches, so this holds for every run of it. Linear in the size of the graph.
 
 What Inductor then does with a graph is torch's to answer for, but it reads aliases off the fake values: no two values
 may share a storage unless one is a view of the other.

@@ -35,7 +35,7 @@ _aten = torch.ops.aten
 
 
 def reduce_window(draft: Draft, plan: Plan) -> None:
-    """Boundary program: this micro-step's gradient joins the window's sum, which is reduced and handed on."""
+    """Boundary program: this micro-step's gradient goes into the window's sum, which is reduced and read instead."""
     terms = gradients_of(draft, plan, plan.closing_buckets())
     weights = weights_of(draft, plan, [b.part for b in terms])
     if plan.sync_each_batch and terms:

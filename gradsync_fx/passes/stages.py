@@ -2,9 +2,9 @@
 
       stage 0: gradients of u1    u1   stage 1: what reads a parameter after u1    u2   stage 2 ...
 
-An op stands in the earliest stage that has all it depends on. A write to a parameter, a buffer or a tensor of the
-user's stands where its value is made: the optimizer's code sees it. Who reads such a tensor as it was before a write
-or an update gets a copy from the time before. Random numbers are drawn in the order of the step.
+An op is in the earliest stage that has all it depends on. A write to a parameter, a buffer or a tensor of the user's is
+in the stage that makes its value, so that the optimizer's code sees it. A read of such a tensor as it was before a
+write or an update gets a copy, made before. Random numbers are drawn in the order of the step.
 """
 
 from __future__ import annotations
