@@ -24,6 +24,7 @@ GROUND = {
     "scaling",
     "gc_off",
     "wording",
+    "classes",
 }
 DOORS = {
     "",

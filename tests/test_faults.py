@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 import gradsync_fx
-from gradsync_fx.comm import inplace_all_reduce
 from tests.mortals import TIMEOUT, mortals
 from tests.refusals import refused
 from tests.scenarios import faults
@@ -299,13 +298,6 @@ def test_a_scheduler_that_raises_behind_the_update() -> None:
     with pytest.raises(OverflowError):
         run(model, optimizer, *second.batch())
     refused(gradsync_fx.WindowError, "step", run, model, optimizer, *second.batch())
-
-
-def test_what_travelled_when_a_program_was_cut_off_is_forgotten() -> None:
-    total = torch.zeros(3)
-    inplace_all_reduce._travelling[total.data_ptr()] = total
-    inplace_all_reduce.forget([torch.zeros(3), total])
-    assert inplace_all_reduce._travelling == {}
 
 
 # Ranks that differ

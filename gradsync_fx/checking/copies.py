@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from gradsync_fx._torch import counted_by_scheduler, tree_leaves
 from gradsync_fx.capture.names import ddp_modules, named_tensors
 from gradsync_fx.capture.reachable import discover
+from gradsync_fx.classes import family
 from gradsync_fx.errors import WindowError
 from gradsync_fx.optim.state import parameters_of
 from gradsync_fx.optim.zeroing import own_among
@@ -76,7 +77,7 @@ def copied(
     memo: dict[int, Any] = {}
     copier = _Copier(memo)
     table = {
-        **dict.fromkeys(_with_subclasses(ProcessGroup), _by_reference),
+        **dict.fromkeys(family(ProcessGroup), _by_reference),
         **dict.fromkeys(without, _left_out),
     }
     with (
@@ -107,11 +108,6 @@ def _by_reference(value: object) -> str:
 
 def _left_out(value: object) -> tuple[type, tuple[()]]:
     return object, ()
-
-
-def _with_subclasses(cls: type) -> list[type]:
-    below: list[type] = cls.__subclasses__()
-    return [cls, *(s for inner in below for s in _with_subclasses(inner))]
 
 
 class _Copier:
