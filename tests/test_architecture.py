@@ -24,6 +24,7 @@ GROUND = {
     "scaling",
     "gc_off",
     "wording",
+    "code_uses",
     "classes",
 }
 DOORS = {

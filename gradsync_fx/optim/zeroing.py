@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import nn
 
+from gradsync_fx.code_uses import TEXT, uses
 from gradsync_fx.errors import CaptureError
-from gradsync_fx.optim.reached import TEXT, uses
 from gradsync_fx.user_lines import OURS, TORCHS
 
 
