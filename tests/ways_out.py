@@ -69,6 +69,8 @@ WAYS_OUT: dict[str, str | Untried] = {
     "runtime/captured_facts.py:_weighing call it with the number": STEPS + "the_weight_is_said",
     "runtime/refusals.py:another_object make a step of its own f": WINDOWS
     + "another_model_has_a_step_of_its_own",
+    "passes/base.py:_broken report it with the step:": FAULT,
+    "passes/base.py:_name_culprit": FAULT,
     "passes/check_lowered.py:_fault report it with the step:": FAULT,
     "comm/collectives.py:_differ call it on every rank, o": (
         "tests/test_ranks_remaining.py::test_a_result_that_one_rank_uses"

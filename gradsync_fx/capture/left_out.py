@@ -25,7 +25,8 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from gradsync_fx.optim.reached import FROM_CELLS, TEXT, an, cells_of, uses, words
+from gradsync_fx.code_uses import FROM_CELLS, TEXT, cells_of, uses
+from gradsync_fx.optim.reached import an, words
 from gradsync_fx.user_lines import is_library
 
 

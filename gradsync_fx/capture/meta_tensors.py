@@ -1,12 +1,11 @@
 """Swaps meta tensors for fake CPU tensors during a trace: torch cannot trace some losses on meta tensors.
 
-Modules, optimizers and tensors are found among the arguments and among what the step's function refers to; they have
-their own tensors back at the end, also on errors.
+Modules and optimizers are those that the step could reach (reachable.py). They have their own tensors back at the end,
+also on errors.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +14,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradsync_fx._torch import FakeTensorMode, tree_leaves, tree_map_only
+from gradsync_fx._torch import FakeTensorMode, tree_map_only
+from gradsync_fx.capture.reachable import discover
 
 
 @contextmanager
@@ -25,26 +25,14 @@ def stand_ins(
     """Arguments for a trace, in which no tensor lies on the meta device."""
     swap = _Swap()
     try:
-        for thing in [*tree_leaves((args, kwargs)), *_referred(function)]:
-            if isinstance(thing, nn.Module):
-                swap.module(thing)
-        for thing in [*tree_leaves((args, kwargs)), *_referred(function)]:
-            if isinstance(thing, Optimizer):
-                swap.optimizer(thing)
+        found = discover(function, args, kwargs)
+        for _, module in found.modules:
+            swap.module(module)
+        for optimizer in found.optimizers:
+            swap.optimizer(optimizer)
         yield tree_map_only(torch.Tensor, swap.tensor, (args, kwargs))
     finally:
         swap.undo()
-
-
-def _referred(function: Callable[..., Any]) -> list[Any]:
-    """What a function or method refers to by itself: closure, globals, the object it is bound to."""
-    owner = getattr(function, "__self__", None)
-    plain = inspect.unwrap(getattr(function, "__func__", function))
-    found = list(vars(owner).values()) if hasattr(owner, "__dict__") else []
-    if inspect.isfunction(plain):
-        names = inspect.getclosurevars(plain)
-        found += [*names.nonlocals.values(), *names.globals.values()]
-    return found
 
 
 class _Swap:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from gradsync_fx.capture.trace_state import Observed, outermost
-from gradsync_fx.optim.reached import uses
+from gradsync_fx.code_uses import globals_used, names_around, uses
 from gradsync_fx.optim.state import parameters_of
 from gradsync_fx.user_lines import is_library
 
@@ -121,22 +121,17 @@ def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
     wrapped = getattr(function, "__wrapped__", None)
     if wrapped is not None:
         yield "", wrapped
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield name, cell.cell_contents
-        except ValueError:
-            continue  # a name that is not assigned yet
-    used = list(uses(function.__code__))
-    attributes = dict.fromkeys(name for op, name in used if "ATTR" in op or op == "LOAD_METHOD")
-    for name in dict.fromkeys(name for op, name in used if op in ("LOAD_GLOBAL", "LOAD_NAME")):
-        if name in function.__globals__:
-            yield name, function.__globals__[name]
-            yield from _of_import(name, function.__globals__[name], attributes)
+    yield from names_around(function).items()
+    code = uses(function.__code__)
+    attributes = {name for op, name in code if "ATTR" in op or op == "LOAD_METHOD"}
+    for name, value in globals_used(function).items():
+        yield name, value
+        yield from _of_import(name, value, attributes)
 
 
 def _of_import(path: str, value: Any, attributes: Collection[str]) -> Iterator[tuple[str, Any]]:
     """What a module of the user's own, known by a global name, holds under names that the function uses."""
     if isinstance(value, ModuleType) and not is_library(getattr(value, "__file__", None)):
-        for name in attributes:
+        for name in sorted(attributes):
             if name in vars(value) and vars(value)[name] is not value:
                 yield f"{path}.{name}", vars(value)[name]

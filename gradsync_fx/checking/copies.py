@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import copy
 import copyreg
-import dis
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 from unittest import mock
 
@@ -25,6 +24,8 @@ from torch.optim import Optimizer
 from gradsync_fx._torch import counted_by_scheduler, tree_leaves
 from gradsync_fx.capture.names import ddp_modules, named_tensors
 from gradsync_fx.capture.reachable import discover
+from gradsync_fx.classes import family
+from gradsync_fx.code_uses import globals_used, names_around
 from gradsync_fx.errors import WindowError
 from gradsync_fx.optim.state import parameters_of
 from gradsync_fx.optim.zeroing import own_among
@@ -76,7 +77,7 @@ def copied(
     memo: dict[int, Any] = {}
     copier = _Copier(memo)
     table = {
-        **dict.fromkeys(_with_subclasses(ProcessGroup), _by_reference),
+        **dict.fromkeys(family(ProcessGroup), _by_reference),
         **dict.fromkeys(without, _left_out),
     }
     with (
@@ -107,11 +108,6 @@ def _by_reference(value: object) -> str:
 
 def _left_out(value: object) -> tuple[type, tuple[()]]:
     return object, ()
-
-
-def _with_subclasses(cls: type) -> list[type]:
-    below: list[type] = cls.__subclasses__()
-    return [cls, *(s for inner in below for s in _with_subclasses(inner))]
 
 
 class _Copier:
@@ -183,24 +179,11 @@ class _Copier:
         mine.__defaults__ = self.value(function.__qualname__, function.__defaults__)
         mine.__kwdefaults__ = self.value(function.__qualname__, function.__kwdefaults__)
         mine.__qualname__ = function.__qualname__
-        names = function.__code__.co_freevars
-        for name, theirs, cell in zip(names, function.__closure__ or (), cells, strict=True):
-            try:
-                held = theirs.cell_contents
-            except ValueError:
-                continue  # a name that is not assigned yet
-            cell.cell_contents = self.value(name, held)
-        for name in _globals_of(function.__code__):
-            held = function.__globals__.get(name)
+        around = names_around(function)
+        for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
+            if name in around:
+                cell.cell_contents = self.value(name, around[name])
+        for name, held in globals_used(function).items():
             if held is not None and not isinstance(held, ModuleType):
                 namespace[name] = self.value(name, held)
         return mine
-
-
-def _globals_of(code: CodeType) -> Iterator[str]:
-    for instruction in dis.get_instructions(code):
-        if instruction.opname == "LOAD_GLOBAL":
-            yield instruction.argval
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _globals_of(constant)

@@ -20,8 +20,8 @@ from gradsync_fx.wording import number_of
 # Updates between two comparisons; the first update is compared, too.
 COMPARED_EVERY = 100
 _AT_A_TIME = 2**18  # elements: what a hash needs beside the parameter
-_EXACT = 2**52  # numbers that travel as float64
-# Odd, so that no bit of a word is lost; large, so that words at other places count otherwise.
+_EXACT = 2**52  # numbers that are sent as float64
+# Odd, so that no bit of a word is lost; large, so that words at other positions count otherwise.
 _PLACE, _WORD = 0x9E3779B97F4A7C15 - 2**64, 0x2545F4914F6CDD1D
 
 
@@ -54,7 +54,7 @@ class Drift:
             self.compare(line)
 
     def compare(self, line: Line) -> None:
-        """Ends a comparison that is pending; all ranks call it at the same place, or none has one."""
+        """Ends a comparison that is pending; all ranks call it at the same point, or none has one."""
         if self._pending is None:
             return
         (update, held, mine), self._pending = self._pending, None
@@ -97,7 +97,7 @@ class Drift:
 
 
 def fingerprint(tensors: Collection[torch.Tensor]) -> torch.Tensor:
-    """An int64 without dimensions on the first one's device, of every bit and its place; nothing waits for it."""
+    """An int64 without dimensions on the first one's device, of every bit and its position; nothing waits for it."""
     total: torch.Tensor | None = None
     places: dict[torch.device, torch.Tensor] = {}
     for tensor in tensors:

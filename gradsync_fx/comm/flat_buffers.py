@@ -1,7 +1,7 @@
-"""A bucket's running sums as views of one flat tensor, which travels as it is: nothing is joined, nothing copied out.
+"""A bucket's running sums as views of one flat tensor, which is sent as it is: nothing is copied in or out.
 
-| sum 0 | sum 1 | sum 2 |        without gaps: on the wire it is what joining them gives, so that a rank whose sums lie
-                                 otherwise in memory can do that
+| sum 0 | sum 1 | sum 2 |        without gaps: on the wire it is what concatenating them gives, which a rank whose
+                                 sums lie otherwise in memory does
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def allocate(
     return [part.view(form.shape) for part, form in zip(parts, forms, strict=True)]
 
 
-def joined(views: Sequence[torch.Tensor]) -> torch.Tensor | None:
+def contiguous_view(views: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """The flat tensor that these are the views of, in this order; None where they lie otherwise."""
     first = views[0]
     begin = end = first.storage_offset()

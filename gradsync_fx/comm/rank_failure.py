@@ -16,7 +16,7 @@ _GLOO = re.compile(r"gloo/|Connection (closed|reset|refused)|Broken pipe|[Tt]ime
 
 
 def lost(seen: str, where: str, absent: Sequence[int] = ()) -> RankLostError:
-    """where: this rank, and its place in the window. absent: the ranks that are missing, where that is known."""
+    """where: this rank, and its position in the window. absent: the ranks that are missing, where that is known."""
     return RankLostError(
         named(absent) or "the other ranks",
         seen=f"{seen}; {where}" if where else seen,

@@ -271,7 +271,7 @@ def _disagree(
     return RanksDisagreeError(
         f"{what} of ranks {odd}",
         seen=f"{told} while rank {other} is at {common}",
-        wanted="all ranks at the same place of the window when it closes",
+        wanted="all ranks at the same position in the window when it closes",
         fix=fix
         or "give every rank the same number of calls and the same k; use step.skip() or step.flush() where a rank has "
         "less data",
@@ -297,7 +297,7 @@ def _came_within(work: dist.Work, seconds: float) -> bool:
 
 
 def broadcast(group: ProcessGroup, tensors: list[torch.Tensor], rank: int = 0) -> None:
-    """One rank's values everywhere (its rank in the group); tensors of one dtype and device travel as one."""
+    """One rank's values everywhere (its rank in the group); tensors of one dtype and device are sent as one."""
     source = dist.get_global_rank(group, rank)
     alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:

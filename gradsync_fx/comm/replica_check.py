@@ -1,4 +1,4 @@
-"""What has to be the same on all ranks before they train together: options, the model's form, its values.
+"""What has to be the same on all ranks before they train together: options, the model's tensors, their values.
 
 Asked once, at the first call. Ranks that differ here would later send each other collectives of different sizes, on
 which gloo ends the process, or train copies that drift apart. Whether they do is asked again after updates (drift.py).

@@ -21,7 +21,7 @@ PAGE = mmap.PAGESIZE
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a stretch of shared memory lies; sizes and places in bytes.
+    """Where a stretch of shared memory lies; sizes and offsets in bytes.
 
     machine: the kernel that booted, and the network that its processes see: what lies behind another network is
     taken for another machine.
@@ -87,7 +87,7 @@ class _Stretch:
     begin: int
 
 
-_STRETCHES: dict[int, _Stretch] = {}  # by the place of their memory
+_STRETCHES: dict[int, _Stretch] = {}  # by their address
 
 
 def _close(file: int) -> None:
@@ -124,7 +124,7 @@ def _machine() -> str | None:
         return None  # no /proc, no way to others
 
 
-class Reached:
+class MappedFiles:
     """Memory of other processes, each file mapped once."""
 
     def __init__(self) -> None:

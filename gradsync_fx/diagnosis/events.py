@@ -80,5 +80,5 @@ class Rescaled(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Sent(Event):
+class SentByHand(Event):
     """Collectives outside of DDP that may carry gradients: a reduction by hand, or one that only the group saw."""

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from typing import Any
 from unittest import mock
 
 import torch
@@ -29,12 +29,10 @@ from torch.optim.optimizer import (
 )
 
 from gradsync_fx._torch import is_compiled, started_collectives
+from gradsync_fx.classes import family
 from gradsync_fx.diagnosis import events, graph
 from gradsync_fx.diagnosis.events import Event
 from gradsync_fx.user_lines import up_to_users, user_line
-
-
-C = TypeVar("C")
 
 
 class Watch:
@@ -85,7 +83,7 @@ class Watch:
                 self.events.append(events.Rescaled(line, factor))
         sent = self._sequence()
         if sent is not None and self._sent is not None and sent > self._sent:
-            self.events.append(events.Sent(line))
+            self.events.append(events.SentByHand(line))
         self._sent = sent
         return held
 
@@ -267,7 +265,7 @@ class Watch:
             result = original(tensor, *args, **kwargs)
             now = self._sequence()
             if self._is_gradient(tensor):
-                self.events.append(events.Sent(user_line()))
+                self.events.append(events.SentByHand(user_line()))
             elif now is not None and sent is not None and self._sent is not None:
                 self._sent += now - sent
             return result
@@ -308,7 +306,7 @@ def watching(group: dist.ProcessGroup | None) -> Iterator[Watch]:
             (nn.Module, "zero_grad", zero),
             (torch.amp.GradScaler, "unscale_", watch.simple(events.Unscale, "unscale")),
             (torch.amp.GradScaler, "step", watch.scaler_step),
-            *((c, "step", schedule) for c in _family(LRScheduler) if "step" in vars(c)),
+            *((c, "step", schedule) for c in family(LRScheduler) if "step" in vars(c)),
         ):
             stack.enter_context(mock.patch.object(owner, name, change(getattr(owner, name))))
         stack.enter_context(watch.hooks)
@@ -358,11 +356,3 @@ def _put(changes: list[tuple[Any, Any]]) -> None:
             for name, value in list(names.items()):
                 if id(value) in by_id:
                     names[name] = by_id[id(value)]
-
-
-def _family(kind: type[C]) -> list[type[C]]:
-    """A class and all classes below it, each once."""
-    found = {kind: None}
-    for below in kind.__subclasses__():
-        found |= dict.fromkeys(_family(below))
-    return list(found)

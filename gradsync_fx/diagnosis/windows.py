@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
-from gradsync_fx.diagnosis.events import Backward, Event, Forward, Sent, Stepped
+from gradsync_fx.diagnosis.events import Backward, Event, Forward, SentByHand, Stepped
 
 
 E = TypeVar("E", bound=Event)
@@ -75,7 +75,7 @@ class Window:
     @property
     def sent_by_hand(self) -> bool:
         """Whether a reduction of gradients outside of DDP came after the last backward."""
-        return bool(events_of(Sent, self.rest))
+        return bool(events_of(SentByHand, self.rest))
 
 
 @dataclass(frozen=True)

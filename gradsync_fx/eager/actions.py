@@ -1,5 +1,4 @@
-"""Records what a step does with its gradients between `backward` and its end, to replay it where a window closes without
-data."""
+"""Records what a step does with its gradients after `backward`, to replay it where a window closes without data."""
 
 from __future__ import annotations
 

@@ -31,6 +31,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from gradsync_fx._torch import total_norm
 from gradsync_fx.capture.markers import TRACED
+from gradsync_fx.classes import family
 from gradsync_fx.optim.state import in_groups
 from gradsync_fx.optim.zeroing import NAME, is_own, method_of
 from gradsync_fx.threads import EAGER_CALLS, in_this_thread
@@ -181,12 +182,6 @@ def _inner_forward(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> 
     return self.module(*args, **kwargs)
 
 
-def _with_method(base: type, name: str) -> list[type]:
+def _with_method(base: type[Any], name: str) -> list[type]:
     """The class and its subclasses that have a method of this name of their own."""
-    found, queue = [], [base]
-    while queue:
-        cls = queue.pop()
-        if cls not in found:
-            found.append(cls)
-            queue += cls.__subclasses__()
-    return [cls for cls in found if name in vars(cls)]
+    return [cls for cls in family(base) if name in vars(cls)]

@@ -80,6 +80,10 @@ class Draft:
         found = self.notes.get((role, 0))
         return found[0] if found else None
 
+    def modules(self) -> list[GraphModule]:
+        """Its one graph, for the runner of passes."""
+        return [self.module]
+
     @property
     def graph(self) -> Graph:
         return self.module.graph

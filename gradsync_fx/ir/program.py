@@ -32,34 +32,35 @@ class Kind(StrEnum):  # hashed as a string, in C: each call looks up each of its
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One input: its kind, a name for people, and the key that the runtime binds it by.
-
-    key: position in the step's flat arguments (parameter, buffer, data), parameter name (accumulator), number of a
-    part of the window (weight), position in an update's state or scalars (state, scalar), name of a value that an
-    earlier stage of the program gave (carried).
-    """
+    """One input of a step or a program."""
 
     kind: Kind
-    name: str
+    name: str  # for people; of parameters and buffers the name in the model
+    # What the runtime binds it by: position in the step's flat arguments (parameter, buffer, data), parameter name
+    # (accumulator), number of a part of the window (weight), update and position in its state or scalars (state,
+    # scalar), name of a value that an earlier stage of the program gave (carried).
     key: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A trainable parameter that receives a gradient: `index` is its number in the marker ops."""
+    """A trainable parameter that receives a gradient."""
 
-    index: int
-    name: str
-    parameter: torch.Tensor
+    index: int  # its number in the marker ops
+    name: str  # in the model
+    parameter: torch.Tensor  # the user's own
 
 
 @dataclass(slots=True)
 class Step:
-    """A captured step. `graph` is never edited; passes work on copies."""
+    """A captured step. Never edited: passes work on copies.
+
+    Takes its flat arguments, in the order of `slots`; returns the user's outputs, and the end of the chain of notes.
+    """
 
     module: GraphModule
-    slots: tuple[Slot, ...]
-    leaves: dict[int, Leaf]
+    slots: tuple[Slot, ...]  # one for each placeholder, in their order
+    leaves: dict[int, Leaf]  # by number
 
     def __post_init__(self) -> None:
         found = len(self.module.graph.find_nodes(op="placeholder"))
@@ -92,17 +93,18 @@ def form_of(value: Any) -> str:
 
 @dataclass(slots=True)
 class Program:
-    """One of the programs of a step. `slots` are in the order of the placeholders.
+    """One of the programs of a step; never edited once it is verified.
 
-    It returns the step's outputs, then `host_values` values that the host's calls want, then new state. first_written:
-    the place of the input that it writes first, run as it is; None where it writes nothing, and where it is cut at an
-    optimizer's own step, which writes what it likes.
+    Takes what `slots` say, in their order: the step's inputs that it still reads, then what passes added. Returns the
+    step's outputs (None where another program gives them), then values for the host's calls, then new optimizer state.
     """
 
-    name: str
+    name: str  # for people: "accumulate", "boundary", "tail", or one of these with its optimizers
     module: GraphModule
-    slots: tuple[Slot, ...]
-    host_values: int = 0
+    slots: tuple[Slot, ...]  # one for each placeholder, in their order
+    host_values: int = 0  # how many of the outputs the host's calls want
+    # The position of the input that it writes first, run as it is; None where it writes nothing, and where it is cut at
+    # an optimizer's own step, which writes what it likes.
     first_written: int | None = field(init=False)
 
     def __post_init__(self) -> None:

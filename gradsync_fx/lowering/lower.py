@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,22 +27,13 @@ from gradsync_fx._torch import (
     tracing,
 )
 from gradsync_fx.comm.inplace_all_reduce import START_SUMS
-from gradsync_fx.gc_off import gc_off
+from gradsync_fx.ir.journal import Journal
 from gradsync_fx.ir.program import Program, output_values
 from gradsync_fx.lowering.compile_lock import compile_once
-from gradsync_fx.options import OPTIMIZATIONS, Options
-from gradsync_fx.passes.check_lowered import Behind, check_lowered
-from gradsync_fx.passes.fuse import add_products, norms_as_sums, numbers_as_tensors, write_early
-from gradsync_fx.passes.inline import copy_module, inline_bodies
-from gradsync_fx.passes.overlap import gradient_reductions, reduce_in_place, wait_late
-from gradsync_fx.passes.pointwise_updates import (
-    Cut,
-    Kernel,
-    KernelCall,
-    Wait,
-    cut_updates,
-    run_calls,
-)
+from gradsync_fx.options import Options
+from gradsync_fx.passes import FOR_INDUCTOR, FOR_OTHERS, rewrite
+from gradsync_fx.passes.pointwise_updates import run_calls
+from gradsync_fx.passes.rewritten import Rewritten, copy_module
 from gradsync_fx.user_lines import warn_user
 
 
@@ -63,18 +53,18 @@ def as_it_is(options: Options) -> bool:
     return options.backend in ("eager", "aot_eager")
 
 
-def lower(program: Program, fake_mode: Any, options: Options) -> Compiled:
+def lower(program: Program, fake_mode: Any, options: Options, journal: Journal) -> Compiled:
     """Compiles a program. The callable takes the list of its inputs, which it may empty, and returns its outputs."""
     if options.backend == "inductor" and not _is_complex(program):
-        return _inductor(program, fake_mode, options)
+        rewritten = rewrite(program, fake_mode, journal, FOR_INDUCTOR, options.without)
+        return _inductor(rewritten, options)
     if as_it_is(options) or options.backend == "inductor":
         return lambda args: program.module(*args)
     backend = (
         lookup_backend(options.backend) if isinstance(options.backend, str) else options.backend
     )
-    module = copy_module(program.module)
-    inline_bodies(module, fake_mode)
-    compiled = backend(module, program.inputs())
+    rewritten = rewrite(program, fake_mode, journal, FOR_OTHERS)
+    compiled = backend(rewritten.main, program.inputs())
     return lambda args: compiled(*args)
 
 
@@ -83,70 +73,23 @@ def _is_complex(program: Program) -> bool:
     return any(v.is_complex() for v in program.inputs() if isinstance(v, torch.Tensor))
 
 
-@dataclass(slots=True)
-class Rewritten:
-    """What Inductor is handed for a program: the main graph, what was cut out of it, and each kernel's graph."""
-
-    main: GraphModule
-    cut: Cut
-    updates: dict[Kernel, GraphModule]
-
-    def check(self, program: Program) -> None:
-        """Raises `VerificationError` unless all together is the program (check_lowered.py)."""
-        behind = [self._behind(call, len(program.slots)) for call in self.cut.calls]
-        check_lowered(program, self.main, behind)
-
-    def _behind(self, call: KernelCall | Wait, inputs: int) -> Behind:
-        values = call.sums if isinstance(call, Wait) else (*call.tensors, *call.scalars)
-        positions = tuple(v.index + (inputs if v.kind == "extra" else 0) for v in values)
-        return Behind(None if isinstance(call, Wait) else self.updates[call.kernel], positions)
-
-
-def rewrite(program: Program, fake_mode: Any, optimizations: Collection[str]) -> Rewritten:
-    """All rewrites of the graph on its way to Inductor, in their order; the program itself stays readable."""
-    module = copy_module(program.module)
-    if gradient_reductions(module):
-        if "overlap" in optimizations:
-            wait_late(module)
-        if "in_place" in optimizations:
-            reduce_in_place(module, fake_mode)
-    cut = cut_updates(module) if "updates" in optimizations else Cut()
-    inline_bodies(module, fake_mode)
-    norms_as_sums(module, fake_mode)
-    if "products" in optimizations:
-        add_products(module, fake_mode)
-    write_early(module)
-    numbers_as_tensors(module, fake_mode)
-    updates = {kernel: copy_module(kernel.module) for kernel in cut.kernels}
-    for kernel, body in updates.items():
-        numbers_as_tensors(body, kernel.fake_mode)
-    return Rewritten(module, cut, updates)
-
-
-def _inductor(program: Program, fake_mode: Any, options: Options) -> Compiled:
-    patches = _patches(options)
-    optimizations = set(OPTIMIZATIONS).difference(options.without)
-    if "overlap" in optimizations and gradient_reductions(program.module):
-        # Inductor's own order of least memory starts all-reduces late.
-        patches.setdefault("reorder_for_peak_memory", False)
+def _inductor(rewritten: Rewritten, options: Options) -> Compiled:
+    program, cut = rewritten.program, rewritten.cut
+    patches = {**rewritten.settings, **_patches(options)}
     if all(v.device.type == "cpu" for v in program.inputs() if isinstance(v, torch.Tensor)):
         # Turning convolutions to channels last is for GPUs: on a CPU it costs more than they do.
         patches.setdefault("layout_optimization", False)
-    with gc_off():
-        rewritten = rewrite(program, fake_mode, optimizations)
-        rewritten.check(program)
-    cut = rewritten.cut
 
     def compiled(module: GraphModule, inputs: list[Any], fake_mode: Any) -> Compiled:
         module.recompile()  # Inductor's cache knows a module by its code
-        shared = "shared_compile" in optimizations
+        shared = "shared_compile" not in options.without
         spare = copy_module(module)  # Inductor changes what it compiles
         try:
             return _compiled(module, inputs, fake_mode, patches, shared)
         except Exception as failure:
             return _compiled_anew(spare, inputs, fake_mode, patches, failure)
 
-    main = compiled(rewritten.main, program.inputs(), fake_mode)
+    main = compiled(rewritten.main, program.inputs(), rewritten.fake_mode)
     if not cut.calls:
         return main
     for kernel, body in rewritten.updates.items():

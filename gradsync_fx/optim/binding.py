@@ -22,7 +22,8 @@ from gradsync_fx.optim.opaque import Opaque, given_by
 from gradsync_fx.optim.reached import Unseen, is_torchs
 from gradsync_fx.optim.rehearsal import difference
 from gradsync_fx.optim.state import State, in_groups, initial_state, parameters_of
-from gradsync_fx.optim.trace import Update, trace_update
+from gradsync_fx.optim.trace import trace_update
+from gradsync_fx.optim.update import Update
 
 
 log = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ class Binding:
         return self._opaque
 
     def _check_outside(self) -> None:
-        """Raises `Unseen` for what stands round the class's code."""
+        """Raises `Unseen` for what stands around the class's code."""
         if not isinstance(getattr(self.optimizer, "state", None), dict):
             raise Unseen("it has no state of its own")
         if step_hooks(self.optimizer):

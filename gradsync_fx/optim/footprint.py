@@ -1,7 +1,7 @@
 """What an optimizer's code reads and writes beside gradients, settings and state: all known, or the update is opaque.
 
 torch's own optimizers    their code is known to touch parameters, gradients, groups and state only
-any other                 its functions are walked ahead of the trace (reached.py), and the twin that runs in the trace
+any other                 its functions are walked before the trace (reached.py), and the twin that runs in the trace
                           watches its attributes and the keys of its state
 
 A constant that is read (an attribute, a global, an entry of the class) becomes a guard, checked before each update. All

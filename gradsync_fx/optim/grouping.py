@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from gradsync_fx.ir.program import form_of
 from gradsync_fx.optim.number_tensor import is_counter
 from gradsync_fx.optim.state import State
-from gradsync_fx.optim.subgraphs import Call, Place
+from gradsync_fx.optim.subgraphs import BodyCall, Place
 
 
 class Members(list[Any]):
@@ -57,7 +57,7 @@ def find_alike(
     return dict(sorted(alike.items())), list(pairs.values())
 
 
-def treated_alike(calls: list[Call], pairs: list[tuple[int, int]]) -> bool:
+def treated_alike(calls: list[BodyCall], pairs: list[tuple[int, int]]) -> bool:
     """Whether both of each pair are updated by the same arithmetic with the same numbers."""
     of = {call.params[0]: (call.body, call.scalars) for call in calls}
     return all(of[one] == of[other] for one, other in pairs)
@@ -79,12 +79,12 @@ def for_all_places(places: Iterable[Place], alike: dict[int, list[int]]) -> list
 
 
 def for_all_calls(
-    calls: list[Call], states: list[Place], alike: dict[int, list[int]]
-) -> tuple[list[Call], list[Place]]:
+    calls: list[BodyCall], states: list[Place], alike: dict[int, list[int]]
+) -> tuple[list[BodyCall], list[Place]]:
     """A call for each parameter, in their order, and the list of state tensors that these count along."""
     everything = for_all_places(states, alike)
     number = {place: n for n, place in enumerate(everything)}
-    found: dict[int, Call] = {}
+    found: dict[int, BodyCall] = {}
     for call in calls:
         (traced,) = call.params
         for i in alike[traced]:

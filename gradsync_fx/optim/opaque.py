@@ -3,7 +3,7 @@
 program: ... reduce, clip -> gradients | `.grad` = gradients; optimizer.step(...); `.grad` = None | the rest: program
 
 Right for any optimizer: hooks, attributes, wrappers and state are the user's own, and run once per update. It costs a
-second program where something reads an updated parameter, and the fusion of the update with what stands ahead of it.
+second program where something reads an updated parameter, and the fusion of the update with what stands before it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ from gradsync_fx.user_lines import warn_user
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Opaque:
-    """The update of the parameters at positions `which`. given: the arguments of `step`, as text; why: for people."""
+    """One call of an optimizer's own `step`, which runs as it is.
+
+    which: positions of the parameters that have a gradient.
+    given: the arguments of `step`, as text.
+    why: it is not traced, for people.
+    """
 
     optimizer: Optimizer
     which: tuple[int, ...]
@@ -32,7 +37,7 @@ class Opaque:
     why: str
 
     def __str__(self) -> str:
-        return f"{type(self.optimizer).__name__}.step runs as it is, behind the reduced gradients: {self.why}"
+        return f"{type(self.optimizer).__name__}.step runs as it is, after the gradients are reduced: {self.why}"
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -66,12 +71,12 @@ def warn_of(updates: Mapping[str, Opaque], told: set[str]) -> None:
         if key not in told:
             told.add(key)
             warn_user(
-                f"{update}. That is right for any optimizer; it costs what the compiler would have joined."
+                f"{update}. That is right for any optimizer; it costs what the compiler would have fused."
             )
 
 
 def calls_its_closure_once(optimizer: Optimizer) -> bool:
-    """Whether its step calls a closure once, ahead of all else: then it may stand ahead of the step."""
+    """Whether its step calls a closure once, before all else: then it may stand before the step."""
     return is_torchs(optimizer) and not isinstance(optimizer, torch.optim.LBFGS)
 
 

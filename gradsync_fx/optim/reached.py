@@ -7,38 +7,18 @@ constant, and stay one; modules and functions that compute from their arguments 
 from __future__ import annotations
 
 import builtins
-import dis
 import enum
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from collections.abc import Callable
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from gradsync_fx.code_uses import FROM_CELLS, TEXT, cells_of, uses
 from gradsync_fx.user_lines import TORCHS
-
-
-FROM_CELLS = ("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_CLOSURE")
-TEXT = "TEXT"  # a constant of code that may be the name of an attribute
-
-
-def uses(code: CodeType) -> Iterator[tuple[str, Any]]:
-    """What code does with names: each instruction's name and argument, those of functions in it, and its texts."""
-    for instruction in dis.get_instructions(code):
-        yield instruction.opname, instruction.argval
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from uses(constant)
-        elif isinstance(constant, str):
-            yield TEXT, constant
-
-
-def cells_of(function: FunctionType) -> dict[str, Any]:
-    """The cells of a function's closure, by name."""
-    return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
 
 
 class Unseen(Exception):

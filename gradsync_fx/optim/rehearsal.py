@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from gradsync_fx.optim.reached import is_constant
 from gradsync_fx.optim.state import REAL, State, parameters_of
 from gradsync_fx.optim.subgraphs import Body
-from gradsync_fx.optim.trace import Update
+from gradsync_fx.optim.update import Update
 
 
 log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ def _traced(
     flat: list[torch.Tensor],
     gradients: dict[int, torch.Tensor],
 ) -> Iterator[tuple[tuple[str, int, Any], Any, Any]]:
-    """What the trace computes: each value's place, the value, and what was there before."""
+    """What the trace computes: each value's position, the value, and what was there before."""
     numbers = update.read_numbers(state)
     assert numbers is not None
     values = update.host(*numbers)

@@ -36,7 +36,7 @@ def in_groups(optimizer: Optimizer) -> list[torch.Tensor]:
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     """All parameters that it may update: positions in an update count along this list.
 
-    Those of its groups, and behind them what a class that is not torch's own reaches in another way: the parameters of
+    Those of its groups, and after them what a class that is not torch's own reaches in another way: the parameters of
     the models and optimizers that it holds.
     """
     found = in_groups(optimizer)

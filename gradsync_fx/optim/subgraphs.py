@@ -4,7 +4,7 @@ update(p0, p1, p2, g0, ...)   ->   body(p0, g0, state of 0, scalars), body(p1, g
 
 Found by structure: what a parameter's new value and state are made of may reach that parameter, its gradient, its
 state, the group's own tensors and scalars, and nothing of any other parameter. Parameters of different shapes share a
-body where every op works element by element. An update that joins parameters (a norm over all of them) is one body.
+body where every op works element by element. An update that mixes parameters (a norm over all of them) is one body.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Body:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class BodyCall:
     """One use of a body. params: positions in the optimizer; states, scalars: positions in the update's lists.
 
-    written: the places of the body's outputs behind the new params.
+    written: the positions of the body's outputs after the new params.
     """
 
     body: Body
@@ -71,14 +71,14 @@ def whole(
     states: Sequence[Place],
     scalar_count: int,
     written: Sequence[Place],
-) -> Call:
+) -> BodyCall:
     """The update as one call."""
     body = Body(graph, tensors, pointwise=False)
     scalars = tuple(range(scalar_count))
-    return Call(body, tuple(which), tuple(range(len(states))), scalars, tuple(written))
+    return BodyCall(body, tuple(which), tuple(range(len(states))), scalars, tuple(written))
 
 
-def split(update: Call, states: Sequence[Place]) -> list[Call] | None:
+def split(update: BodyCall, states: Sequence[Place]) -> list[BodyCall] | None:
     """One call for each parameter; None where their updates are not independent of each other."""
     graph, which = update.body.graph, update.params
     holders = graph.find_nodes(op="placeholder")
@@ -127,7 +127,7 @@ def split(update: Call, states: Sequence[Place]) -> list[Call] | None:
         if text not in bodies:
             bodies[text] = Body(_copied(inputs, nodes, results[j]), update.body.tensors, pointwise)
         calls.append(
-            Call(bodies[text], (which[j],), (*mine, *shared), tuple(scalars), tuple(written[j]))
+            BodyCall(bodies[text], (which[j],), (*mine, *shared), tuple(scalars), tuple(written[j]))
         )
     return calls
 

@@ -12,28 +12,25 @@ The same holds for comparisons of the symbolic numbers (`if weight_decay != 0`):
 
 Parameters that are alike (group, form, state) are traced by one or two of them (grouping.py), where the optimizer is
 one of torch's own and the trace shows that parameters are updated independently of each other; else all of them are.
-Any other optimizer's code may look at names, places and attributes: its twin holds all parameters, and tells the
+Any other optimizer's code may look at names, positions and attributes: its twin holds all parameters, and tells the
 footprint what it reads and writes beside the values (footprint.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
 from torch.optim import Optimizer
 
 from gradsync_fx._torch import (
     ConstantSource,
     DimDynamic,
     FakeTensorMode,
-    PlainArithmetic,
     ShapeEnv,
     make_fx,
-    sympy_interp,
 )
 from gradsync_fx.errors import UpdateError
 from gradsync_fx.optim.compiled_mode import as_when_compiled, settle_flavour, without_factors
@@ -45,93 +42,12 @@ from gradsync_fx.optim.grouping import (
     for_all_places,
     treated_alike,
 )
-from gradsync_fx.optim.host_arithmetic import rigid_numbers, split_host, ties
+from gradsync_fx.optim.host_arithmetic import rigid_numbers, split_host
 from gradsync_fx.optim.number_tensor import Counter, is_counter, plain
 from gradsync_fx.optim.reached import Unseen, plain_step
 from gradsync_fx.optim.state import State
-from gradsync_fx.optim.subgraphs import Call, Place, split, whole
-
-
-@dataclass(slots=True)
-class Update:
-    """A traced update of the parameters at positions `which` of one optimizer.
-
-    calls: the arithmetic on tensors, of `states` and scalars (one for each output of `host`) among others.
-    host: numbers at `numbers` -> (scalars for the calls, then the numbers of `number_out`). lasting: unless a
-    condition ties a number that the update changes to its value.
-    """
-
-    optimizer: Optimizer
-    which: tuple[int, ...]
-    calls: list[Call]
-    states: list[Place]
-    host: GraphModule
-    numbers: list[tuple[list[Place], int | None]]
-    number_out: list[list[Place]]
-    scalar_count: int
-    conditions: list[Any]
-    symbols: list[Any]
-    constants: list[tuple[Place, Any]]
-    structure: dict[int, tuple[str, ...]]
-    footprint: Footprint
-    lasting: bool = True
-
-    @property
-    def created(self) -> list[Place]:
-        """State tensors that this update makes anew (a first update whose start could not be foreseen)."""
-        held = set(self.states)
-        return [place for call in self.calls for place in call.written if place not in held]
-
-    def read_numbers(self, state: dict[int, State]) -> list[int | float] | None:
-        """The numbers as they are now (`state` is by position); None when the state has another structure than at
-        the trace, or when numbers that were equal no longer are."""
-        if self.structure != _structure(self.which, state):
-            return None
-        found: list[int | float] = []
-        for places, part in self.numbers:
-            first, *others = (self._read(place, part, state) for place in places)
-            if any(other != first for other in others):
-                return None
-            found.append(first)
-        return found
-
-    def _read(self, place: Place, part: int | None, state: dict[int, State]) -> int | float:
-        where, index, key = place
-        value = (self.optimizer.param_groups[index] if where == "group" else state[index])[key]
-        if part is not None:
-            value = value[part]
-        number: int | float = value.item() if isinstance(value, torch.Tensor) else value
-        return number
-
-    def fits(self, numbers: list[int | float] | None, state: dict[int, State]) -> bool:
-        """Whether the constants and conditions under which the update was traced still hold."""
-        if numbers is None or not self.footprint.holds():
-            return False
-        groups = self.optimizer.param_groups
-        for (where, index, key), value in self.constants:
-            owner = groups[index] if where == "group" else state[index]
-            if key not in owner or not _same(owner[key], value):
-                return False
-        return self._hold(numbers, self.conditions)
-
-    def lasts(self, numbers: list[int | float]) -> bool:
-        """Whether the numbers that this update leaves keep those that a condition ties to one value."""
-        left = self.host(*numbers)[self.scalar_count :]
-        new = {p: v for places, v in zip(self.number_out, left, strict=True) for p in places}
-        pairs = zip(self.numbers, numbers, strict=True)
-        later = [new.get(places[0], number) for (places, _), number in pairs]
-        return self._hold(later, [c for c in self.conditions if ties(c)])
-
-    def _hold(self, numbers: list[int | float], conditions: list[Any]) -> bool:
-        if not conditions:
-            return True
-        values = dict(zip(self.symbols, numbers, strict=True))
-        # In Python's own arithmetic: sympy's keeps what it has computed, and takes far longer.
-        return all(bool(sympy_interp(PlainArithmetic, values, c)) for c in conditions)
-
-
-def _same(a: Any, b: Any) -> bool:
-    return a is b or (type(a) is type(b) and not isinstance(a, torch.Tensor) and bool(a == b))
+from gradsync_fx.optim.subgraphs import Place, split, whole
+from gradsync_fx.optim.update import Update, structure_of
 
 
 def trace_update(
@@ -169,12 +85,8 @@ def _for_all(
         constants=[
             (place, value) for one, value in few.constants for place in for_all_places([one], alike)
         ],
-        structure=_structure(which, state),
+        structure=structure_of(which, state),
     )
-
-
-def _structure(which: tuple[int, ...], state: dict[int, State]) -> dict[int, tuple[str, ...]]:
-    return {i: tuple(state.get(i, {})) for i in which}
 
 
 def _with_or_without_counters(footprint: Footprint, *given: Any) -> Update:
@@ -212,7 +124,7 @@ def _trace(
 ) -> Update:
     optimizer = footprint.optimizer
     flat = [(gi, p) for gi, group in enumerate(optimizer.param_groups) for p in group["params"]]
-    # Parameters without a gradient: where places are counted, they count.
+    # Parameters without a gradient: where positions are counted, they count.
     others = [] if footprint.torchs else [i for i in range(len(flat)) if i not in set(which)]
     # Hyper-parameters 0 and 1 are values like any other: no specialisation on them.
     env = ShapeEnv(specialize_zero_one=False, duck_shape=False)
@@ -378,7 +290,7 @@ def _trace(
         number_out=[[place] for place in pieces["number_out"]],
         scalar_count=pieces["scalar_count"],
         symbols=symbols,
-        structure=_structure(which, state),
+        structure=structure_of(which, state),
         footprint=footprint,
         constants=constants,
         conditions=_conditions(env, symbols),

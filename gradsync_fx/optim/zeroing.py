@@ -1,6 +1,6 @@
 """`zero_grad` of the user's own: what torch's does, and something beside it (a count, a cache that is cleared).
 
-Gradients are dropped on every call, as torch's own method drops them; the user's method runs once per update, behind
+Gradients are dropped on every call, as torch's own method drops them; the user's method runs once per update, after
 it, as a scheduler's step does. There are no gradients by then: a method that reads them is refused.
 """
 
@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import nn
 
+from gradsync_fx.code_uses import TEXT, uses
 from gradsync_fx.errors import CaptureError
-from gradsync_fx.optim.reached import TEXT, uses
 from gradsync_fx.user_lines import OURS, TORCHS
 
 
@@ -50,7 +50,7 @@ def why_not_later(owner: Any, method: Any) -> CaptureError | None:
         return None
     return CaptureError(
         f"{type(owner).__name__}.{NAME}",
-        seen=f"it reads gradients, at {line}; it runs once per update and behind it, where there are none",
+        seen=f"it reads gradients, at {line}; it runs once per update and after it, where there are none",
         wanted="a zero_grad that drops gradients, and does what it does beside that without them",
         fix="read gradients in the step, between backward() and optimizer.step(): there they are the window's",
     )

@@ -1,4 +1,6 @@
-"""The two pipelines, in the order in which they run; nothing else decides what a program is.
+"""The pipelines, before lowering and in it, in the order in which they run; nothing else decides what a program is.
+
+step -> MICRO_STEP or TAIL -> program, verified -> FOR_INDUCTOR or FOR_OTHERS -> what a compiler is handed, proved
 
 Each file beside this one is a rewrite of graphs, before lowering or in it, or a proof that a rewrite changed no number
 (verify.py, check_lowered.py).
@@ -7,6 +9,9 @@ May import: ir, comm, optim, planning.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection
+from functools import partial
 
 from gradsync_fx.gc_off import gc_off
 from gradsync_fx.ir.builder import Draft
@@ -20,7 +25,12 @@ from gradsync_fx.passes.accumulate import (
     join_partial_sums,
     leave_parameters,
 )
-from gradsync_fx.passes.base import Pass, run_passes
+from gradsync_fx.passes.base import LoweringPass, Pass, check_graphs, run_passes
+from gradsync_fx.passes.check_lowered import check_lowered
+from gradsync_fx.passes.fuse import add_products, norms_as_sums, numbers_as_tensors, write_early
+from gradsync_fx.passes.inline import inline_bodies
+from gradsync_fx.passes.overlap import reduce_in_place, wait_late
+from gradsync_fx.passes.pointwise_updates import cut_updates
 from gradsync_fx.passes.reduce import (
     forget_micro_step,
     reduce_sums,
@@ -28,6 +38,7 @@ from gradsync_fx.passes.reduce import (
     reset_accumulators,
 )
 from gradsync_fx.passes.remain import keep_collectives, keep_late_collectives
+from gradsync_fx.passes.rewritten import Rewritten
 from gradsync_fx.passes.update import inline_updates
 from gradsync_fx.passes.verify import verify
 from gradsync_fx.passes.weigh import weigh_terms
@@ -59,12 +70,44 @@ TAIL: list[Pass] = [
     reset_accumulators,
 ]
 
+# On the way to a compiler: each pass, and the name of the optimization that it is, by which `without` leaves it out.
+ALWAYS = ""
+FOR_INDUCTOR: list[tuple[str, LoweringPass]] = [
+    ("overlap", wait_late),
+    ("in_place", reduce_in_place),
+    ("updates", cut_updates),
+    (ALWAYS, inline_bodies),
+    (ALWAYS, norms_as_sums),
+    ("products", add_products),
+    (ALWAYS, write_early),
+    (ALWAYS, numbers_as_tensors),
+]
+FOR_OTHERS: list[tuple[str, LoweringPass]] = [
+    (ALWAYS, inline_bodies),
+]
+
 
 def build(name: str, plan: Plan, fake_mode: object, journal: Journal, *, tail: bool) -> Program:
     """One program of a step, verified."""
     with gc_off():
-        draft = Draft.copy_of(name, plan.step, fake_mode)
-        run_passes(draft, plan, TAIL if tail else MICRO_STEP, journal)
-        program = draft.finish()
+        start, passes = (
+            partial(Draft.copy_of, name, plan.step, fake_mode),
+            TAIL if tail else MICRO_STEP,
+        )
+        program = run_passes(passes, journal, start, plan, proof=check_graphs).finish()
         verify(program, plan, tail=tail)
     return program
+
+
+def rewrite(
+    program: Program,
+    fake_mode: object,
+    journal: Journal,
+    passes: list[tuple[str, LoweringPass]],
+    without: Collection[str] = (),
+) -> Rewritten:
+    """What a compiler is handed for a program, proved to be the program. without: disabled optimizations."""
+    with gc_off():
+        start = partial(Rewritten.copy_of, program, fake_mode)
+        enabled = [one for name, one in passes if name not in without]
+        return run_passes(enabled, journal, start, proof=check_lowered)

@@ -2,7 +2,7 @@
 
 g -> leaf_grad -> clip -> update -> p'        becomes        acc + g -> acc'
 
-The add stands right behind the node that makes the gradient, so that the gradient dies early.
+The add stands right after the node that makes the gradient, so that the gradient dies early.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def drop_boundary_effects(draft: Draft, plan: Plan) -> None:
 
 
 def missing(draft: Draft, value: Node) -> Node:
-    """What stands for a value that a later program gives: NaN, or 0 for integers, in its form."""
+    """What stands for a value that a later program gives: NaN, or 0 for integers, of its shape and dtype."""
     (end,) = draft.graph.find_nodes(op="output")
     form = value.meta["val"]
     with draft.graph.inserting_before(end):
@@ -81,7 +81,7 @@ def missing(draft: Draft, value: Node) -> Node:
 
 
 def give_host_values(draft: Draft, plan: Plan) -> None:
-    """What the host's own calls (a scheduler's, with a metric) want joins the outputs."""
+    """What the host's own calls (a scheduler's, with a metric) want becomes an output."""
     _give(draft, plan, [index for role, index in sorted(draft.notes) if role is Role.HOST])
 
 

@@ -18,8 +18,8 @@ _aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
-    """A power of two that terms are multiplied by ahead of the wire, and what undoes it."""
+class WireScale:
+    """A power of two that terms are multiplied by before they are sent, and what undoes it."""
 
     factor: Node | float
     inverse: Node | float
@@ -37,21 +37,21 @@ def reduce_bucket(
     terms: list[Node],
     *,
     wire_dtype: torch.dtype | None = None,
-    behind: Sequence[Node] = (),
-    scale: Scale | None = None,
+    after: Sequence[Node] = (),
+    scale: WireScale | None = None,
     early: bool = False,
 ) -> list[Node]:
     """The terms, one for each leaf of the bucket, summed over the ranks by one all-reduce; dtypes as before.
 
-    wire_dtype: on the wire, for this bucket alone; by default the plan's, or the first term's own. behind: nodes that
-    the all-reduce has to stand behind as well. scale: what terms are multiplied by for the journey. Complex terms
-    travel as pairs of real numbers. early: other reductions need the result.
+    wire_dtype: on the wire, for this bucket alone; by default the plan's, or the first term's own. after: further
+    nodes that the all-reduce has to stand after. scale: what terms are multiplied by while they are sent. Complex terms
+    are sent as pairs of real numbers. early: other reductions need the result.
     """
     group = bucket.reduction.group
     if group is None:
         return terms
     wire_dtype = wire_dtype or plan.wire_dtype or terms[0].meta["val"].dtype.to_real()
-    with draft.after(*terms, *behind, *(scale.nodes if scale else ())):
+    with draft.after(*terms, *after, *(scale.nodes if scale else ())):
         sent = terms if scale is None else [_times(draft, t, scale.factor) for t in terms]
         pairs = [_pairs(draft, t) for t in sent]
         wire = [cast(draft, p, wire_dtype) for p in pairs]

@@ -2,13 +2,13 @@
 
 program.module                          the graph that verify.py checked, in torch's functional form
 main program; waits and update kernels  what runs in its place: writes in place, buckets reduced where they lie, updates
-                                        cut out and run by the host behind it
+                                        cut out and run by the host after it
 
-Both are run on terms (symbolic.py). They are the same program if every input ends with the same term, every output is
-the same term when all has run, the same collectives were sent and each of them waited for once, and the same asserts
-stood in it. So each read of a sum, weight, parameter or state sees what the program meant it to see: no read behind
-the write that ends a value, none ahead of the wait that makes it, no write lost, nothing left half done or under way,
-on every path, for a program is one path. Linear in the size of the graph.
+Both are run on terms (symbolic.py). They are the same program if, when all has run, every input holds the same term,
+every output is the same term, the same collectives were sent and each was waited for once, and the same asserts were
+met. So each read of a sum, weight, parameter or state sees what the program meant it to see: none comes after the write
+that ends the value, or before the wait that makes it; no write is lost, and nothing is left under way. A program has no
+branches, so this holds for every run of it. Linear in the size of the graph.
 
 What Inductor then does with a graph is torch's to answer for, but it reads aliases off the fake values: no two values
 may share a storage unless one is a view of the other.
@@ -29,6 +29,8 @@ from gradsync_fx.errors import VerificationError
 from gradsync_fx.ir.memory import aliased, written
 from gradsync_fx.ir.ops import WAIT
 from gradsync_fx.ir.program import Program, output_values
+from gradsync_fx.passes.base import check_graphs
+from gradsync_fx.passes.rewritten import KernelCall, Rewritten, Wait
 from gradsync_fx.passes.symbolic import (
     Fault,
     Machine,
@@ -40,23 +42,27 @@ from gradsync_fx.passes.symbolic import (
 
 
 @dataclass(frozen=True, slots=True)
-class Behind:
-    """What the host runs behind the main program: a graph, or the wait for a bucket of sums (`module` is None).
+class _After:
+    """What the host runs after the main program.
 
-    inputs: positions among the program's inputs and, behind these, the outputs of the main program.
+    module: None for a wait for a bucket of sums.
+    inputs: positions among the program's inputs and, after these, the main program's extra outputs.
     """
 
     module: GraphModule | None
     inputs: tuple[int, ...]
 
 
-def check_lowered(program: Program, main: GraphModule, behind: Sequence[Behind]) -> None:
+def check_lowered(rewritten: Rewritten) -> None:
     """Raises `VerificationError` naming the input or output that ends as another value than the program says."""
+    check_graphs(rewritten)
+    program, main = rewritten.program, rewritten.main
+    after = [_after(rewritten, call) for call in rewritten.cut.calls]
     terms = Terms()
     meant, done = Machine(terms), Machine(terms)
     count = len(program.slots)
     meant_outputs = _run(program, meant, program.module, ())
-    outputs = _run(program, done, main, behind)
+    outputs = _run(program, done, main, after)
     for slot, root in zip(program.slots, range(count), strict=True):
         _compare(program, f"{slot.kind} {slot.name!r}", meant.memory[root], done.memory[root])
     results = output_values(program.module)
@@ -65,19 +71,26 @@ def check_lowered(program: Program, main: GraphModule, behind: Sequence[Behind])
     _compare_counts(program, "collective", meant.sent, done.sent)
     _compare_counts(program, "wait", meant.waited, done.waited)
     _compare_counts(program, "effect", meant.effects, done.effects)
-    for module in (main, *(b.module for b in behind if b.module is not None)):
+    for module in rewritten.modules():
         _check_storages(program, module)
 
 
+def _after(rewritten: Rewritten, call: KernelCall | Wait) -> _After:
+    inputs = len(rewritten.program.slots)
+    values = call.sums if isinstance(call, Wait) else (*call.tensors, *call.scalars)
+    positions = tuple(v.index + (inputs if v.kind == "extra" else 0) for v in values)
+    return _After(None if isinstance(call, Wait) else rewritten.updates[call.kernel], positions)
+
+
 def _run(
-    program: Program, machine: Machine, main: GraphModule, behind: Sequence[Behind]
+    program: Program, machine: Machine, main: GraphModule, after: Sequence[_After]
 ) -> list[object]:
     inputs = [machine.bind(machine.terms.make("input", i)) for i in range(len(program.slots))]
     try:
         outputs = machine.run(main, inputs)
         extras = outputs[len(output_values(program.module)) :]
         held = [*inputs, *extras]
-        for part in behind:
+        for part in after:
             given = [held[i] for i in part.inputs]
             if part.module is None:
                 machine.wait_sums(given)
@@ -129,7 +142,7 @@ def _check_storages(program: Program, module: GraphModule) -> None:
 
 def _fault(program: Program, seen: str, wanted: str = "") -> VerificationError:
     return VerificationError(
-        f"{program.name} program, after lowering",
+        f"{program.name} program, in lowering",
         seen=seen,
         wanted=wanted or "what the program says before it is lowered",
         fix="report it with the step: it is a fault of gradsync_fx; without=(...) leaves out the rewrite that it is in",

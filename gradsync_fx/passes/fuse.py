@@ -2,7 +2,7 @@
 
 foreach_norm([a, b], 2)[i]   ->   sqrt(sum(a * a))    part of the loop that makes the values; the op for many tensors is
                                                       opaque, and reads values that were stored for it
-copy_(acc, acc + g), last    ->   the same, right behind the sum: the gradient's memory is free for the next one
+copy_(acc, acc + g), last    ->   the same, right after the sum: the gradient's memory is free for the next one
 copy_(acc, acc + mm(a, b))   ->   add_product(acc, a, b): the product adds itself to the sum, and is never stored
 
 And what it would round:
@@ -22,6 +22,7 @@ from gradsync_fx.ir.builder import emit
 from gradsync_fx.ir.dataflow import downstream
 from gradsync_fx.ir.memory import aliased
 from gradsync_fx.ir.ops import ITEM, argument
+from gradsync_fx.passes.rewritten import Rewritten
 
 
 _aten = torch.ops.aten
@@ -53,9 +54,9 @@ _LIBRARY.impl("add_product", _add_product, "CompositeExplicitAutograd")
 ADD_PRODUCT = torch.ops.gradsync_fx.add_product.default
 
 
-def norms_as_sums(module: GraphModule, fake_mode: Any) -> None:
+def norms_as_sums(rewritten: Rewritten) -> None:
     """Two-norms of many tensors at once, each spelt out. Another order of summation than eager's."""
-    graph = module.graph
+    graph, fake_mode = rewritten.main.graph, rewritten.fake_mode
     for many in graph.find_nodes(op="call_function", target=_aten._foreach_norm.Scalar):
         if list(many.args[1:]) not in ([], [2], [2.0]) or many.kwargs:
             continue
@@ -73,8 +74,14 @@ def norms_as_sums(module: GraphModule, fake_mode: Any) -> None:
             graph.erase_node(many)
 
 
-def numbers_as_tensors(module: GraphModule, fake_mode: Any) -> None:
+def numbers_as_tensors(rewritten: Rewritten) -> None:
     """Numbers read of a float64 tensor stay tensors where they meet float64 values: Inductor's kernels take float."""
+    _take_tensors(rewritten.main, rewritten.fake_mode)
+    for kernel, module in rewritten.updates.items():
+        _take_tensors(module, kernel.fake_mode)
+
+
+def _take_tensors(module: GraphModule, fake_mode: Any) -> None:
     graph = module.graph
     for item in graph.find_nodes(op="call_function", target=ITEM):
         holder = argument(item, 0)
@@ -115,9 +122,9 @@ def _is_zeros(node: Any) -> bool:
     return isinstance(node, Node) and node.target is _aten.full.default and argument(node, 1) == 0
 
 
-def write_early(module: GraphModule) -> None:
-    """Moves each write into an input right behind what it writes, where nobody reads the input as it was after that."""
-    graph = module.graph
+def write_early(rewritten: Rewritten) -> None:
+    """Moves each write into an input right after what it writes, where nobody reads the input as it was after that."""
+    graph = rewritten.main.graph
     order = {node: i for i, node in enumerate(graph.nodes)}
     for copy in graph.find_nodes(op="call_function", target=_aten.copy_.default):
         onto, source = argument(copy, 0), argument(copy, 1)
@@ -139,9 +146,9 @@ def _readers(tensor: Node, writer: Node) -> list[Node]:
     return [user for node in seen for user in node.users if user is not writer]
 
 
-def add_products(module: GraphModule, fake_mode: Any) -> None:
+def add_products(rewritten: Rewritten) -> None:
     """Gradients that are a product of matrices go into their sums without a tensor of their own."""
-    graph = module.graph
+    graph, fake_mode = rewritten.main.graph, rewritten.fake_mode
     order = {node: i for i, node in enumerate(graph.nodes)}
     for copy in graph.find_nodes(op="call_function", target=_aten.copy_.default):
         total, source = argument(copy, 0), argument(copy, 1)

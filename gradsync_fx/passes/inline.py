@@ -5,22 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from gradsync_fx.ir.builder import emit
 from gradsync_fx.ir.ops import ITEM, argument
+from gradsync_fx.passes.rewritten import Rewritten
 
 
-def copy_module(module: GraphModule) -> GraphModule:
-    """A copy of a program's graph over the same tensors and submodules: compilers rewrite what they are given."""
-    graph = Graph()
-    values = graph.graph_copy(module.graph, {})
-    graph.output(values)
-    return GraphModule(module, graph)
-
-
-def inline_bodies(module: GraphModule, fake_mode: Any) -> None:
+def inline_bodies(rewritten: Rewritten) -> None:
     """Replaces every call of a submodule by the submodule's nodes; host scalars are read once each."""
+    module, fake_mode = rewritten.main, rewritten.fake_mode
     known: dict[Any, Node] = {}
     for node in module.graph.find_nodes(op="call_module"):
         body = module.get_submodule(str(node.target))

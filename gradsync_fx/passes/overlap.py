@@ -1,9 +1,9 @@
-"""What a compiler needs to see to hide communication: waits behind all that does not need them, sums in place.
+"""What a compiler needs to see to hide communication: waits after all that does not need them, sums in place.
 
 acc + g -> cat -> all_reduce -> wait -> slice -> update; acc = 0       becomes
 acc = acc + g; start(accs of the bucket);  ...the rest of the backward...;  wait(accs); acc -> update; acc = 0
 
-The all-reduce stays where it stood, behind the bucket's last add.
+The all-reduce stays where it stood, after the bucket's last add.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from gradsync_fx.ir.dataflow import downstream
 from gradsync_fx.ir.ops import argument
 from gradsync_fx.ir.program import writes
 from gradsync_fx.passes.fuse import resets
+from gradsync_fx.passes.rewritten import Rewritten
 
 
 _aten = torch.ops.aten
@@ -30,9 +31,15 @@ def gradient_reductions(module: GraphModule) -> list[Node]:
     return [node for node in found if node.meta.get("bucket")]
 
 
-def wait_late(module: GraphModule) -> None:
-    """Moves all that depends on a reduced bucket behind what does not, and before the writes that end the program."""
-    reductions = [r for r in gradient_reductions(module) if not r.meta["early"]]
+def wait_late(rewritten: Rewritten) -> None:
+    """Moves all that depends on a reduced bucket after what does not, and before the writes that end the program."""
+    module = rewritten.main
+    found = gradient_reductions(module)
+    if not found:
+        return
+    # Inductor's own order of least memory starts all-reduces late.
+    rewritten.settings["reorder_for_peak_memory"] = False
+    reductions = [r for r in found if not r.meta["early"]]
     late = downstream(u for r in reductions for u in r.users)
     end = writes(module)[0]
     for node in list(module.graph.nodes):
@@ -42,8 +49,9 @@ def wait_late(module: GraphModule) -> None:
             end.prepend(node)
 
 
-def reduce_in_place(module: GraphModule, fake_mode: object) -> None:
-    """Buckets of running sums that the program resets travel as they lie; others stay as they are."""
+def reduce_in_place(rewritten: Rewritten) -> None:
+    """Buckets of running sums that the program resets are sent as they lie; others stay as they are."""
+    module, fake_mode = rewritten.main, rewritten.fake_mode
     zeroed = resets(module)
     for started in gradient_reductions(module):
         bucket = _bucket(started, zeroed)
@@ -64,8 +72,8 @@ def reduce_in_place(module: GraphModule, fake_mode: object) -> None:
         for holder, value in zip(holders, reduced, strict=True):
             if value is not None:
                 value.replace_all_uses_with(holder)
-        _erase_behind(waited)
-        _erase_ahead(started)
+        _erase_with_readers(waited)
+        _erase_unread(started)
     module.recompile()
 
 
@@ -97,7 +105,7 @@ def _total(piece: Node) -> Node:
 
 
 def _read(waited: Node, forms: list[torch.Tensor]) -> list[Node | None] | None:
-    """The ends of wait -> slice -> reshape (-> cast), by the place of the slice; None where it reads otherwise."""
+    """The ends of wait -> slice -> reshape (-> cast), by the position of the slice; None where it reads otherwise."""
     starts = [0]
     for form in forms:
         starts.append(starts[-1] + form.numel())
@@ -113,16 +121,16 @@ def _read(waited: Node, forms: list[torch.Tensor]) -> list[Node | None] | None:
     return found
 
 
-def _erase_behind(node: Node) -> None:
+def _erase_with_readers(node: Node) -> None:
     for user in list(node.users):
-        _erase_behind(user)
+        _erase_with_readers(user)
     node.graph.erase_node(node)
 
 
-def _erase_ahead(node: Node) -> None:
+def _erase_unread(node: Node) -> None:
     """A node without readers, and what only it read, up to inputs and written sums."""
     sources = node.all_input_nodes
     node.graph.erase_node(node)
     for source in sources:
         if not source.users and source.op != "placeholder":
-            _erase_ahead(source)
+            _erase_unread(source)

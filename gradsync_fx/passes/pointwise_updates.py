@@ -13,8 +13,6 @@ program where its results are read by more than the write, or where the program 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,68 +31,27 @@ from gradsync_fx.ir.ops import argument
 from gradsync_fx.ir.program import output_values
 from gradsync_fx.passes.fuse import resets
 from gradsync_fx.passes.inline import copy_body
+from gradsync_fx.passes.rewritten import (
+    Cut,
+    Kernel,
+    KernelCall,
+    Operand,
+    Rewritten,
+    Wait,
+    copy_module,
+)
 
 
 _aten = torch.ops.aten
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
-    """A tensor at run time: an input of the program, or an output that the main program has for this."""
-
-    kind: str  # "input" or "extra"
-    index: int
+def cut_updates(rewritten: Rewritten) -> None:
+    """Takes the calls that kernels can make out of a program; what stays is the main program."""
+    rewritten.cut = _UpdateCutter(rewritten.main).cut()
+    rewritten.updates = {kernel: copy_module(kernel.module) for kernel in rewritten.cut.kernels}
 
 
-@dataclass(slots=True, eq=False)
-class Kernel:
-    """Inputs: n, the `written` tensors (parameter, state), the gradient, other state, then tensors of one element.
-
-    resets: the gradient is a running sum, which is zeroed. run: the compiled form, for flat views.
-    """
-
-    module: GraphModule
-    fake_mode: FakeTensorMode
-    written: int
-    resets: bool
-    run: Callable[[list[Any]], Any] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class KernelCall:
-    """tensors: full ones in the kernel's order, the gradient at `kernel.written`; scalars: those of one element."""
-
-    kernel: Kernel
-    tensors: tuple[Value, ...]
-    scalars: tuple[Value, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """Before the calls that read them: the sums of a bucket, which travel when the main program has ended."""
-
-    sums: tuple[Value, ...]
-
-
-@dataclass(slots=True)
-class Cut:
-    """What was cut out of a program, and the outputs that its main program has more."""
-
-    calls: list[KernelCall | Wait] = field(default_factory=list)
-    extras: list[Node] = field(default_factory=list)
-
-    @property
-    def kernels(self) -> list[Kernel]:
-        """Each once."""
-        return list(dict.fromkeys(c.kernel for c in self.calls if isinstance(c, KernelCall)))
-
-
-def cut_updates(module: GraphModule) -> Cut:
-    """Takes the calls that kernels can make out of a program; `module` becomes the main program."""
-    return _Cutter(module).cut()
-
-
-class _Cutter:
+class _UpdateCutter:
     def __init__(self, module: GraphModule) -> None:
         self.module, self.graph = module, module.graph
         self.position = {h: i for i, h in enumerate(self.graph.find_nodes(op="placeholder"))}
@@ -233,12 +190,12 @@ class _Cutter:
             self.kept[holder].meta["val"] = holder.meta["val"].clone()
         return self.kept.get(holder, holder)
 
-    def _value(self, node: Node) -> Value:
+    def _value(self, node: Node) -> Operand:
         if node in self.position:
-            return Value("input", self.position[node])
+            return Operand("input", self.position[node])
         if node not in self.found.extras:
             self.found.extras.append(node)
-        return Value("extra", self.found.extras.index(node))
+        return Operand("extra", self.found.extras.index(node))
 
 
 def _lasts(node: Node) -> bool:
@@ -333,7 +290,7 @@ def _run(kernel: Kernel, tensors: list[torch.Tensor], scalars: list[torch.Tensor
         tensors[place] = torch.empty_like(first, dtype=gradient.dtype).copy_(gradient)
     alike = all(t.stride() == strides for t in tensors)
     if kernel.run is None or count < 2 or not alike or not _is_dense(first):
-        # No op looks at the shape: as it stands, the graph runs on tensors of any form.
+        # No op looks at the shape: as it stands, the graph runs on tensors of any shape.
         kernel.module(count, *tensors, *scalars)
     else:
         kernel.run([count, *(t.as_strided((count,), (1,)) for t in tensors), *scalars])

@@ -4,7 +4,7 @@ boundary   acc + g  \
 tail       acc       } -> cat of the bucket -> all_reduce -> wait -> / divisor -> what clipping and the update read
 
 R(sum_i w_i g_i) / D once, where D counts the terms (or adds the weights) of all ranks; synchronising each micro-step
-computes sum_i R(g_i / k) / ranks. Equal in exact arithmetic, not bitwise. A bucket's all-reduce starts behind its last
+computes sum_i R(g_i / k) / ranks. Equal in exact arithmetic, not bitwise. A bucket's all-reduce starts after its last
 add.
 """
 
@@ -35,7 +35,7 @@ _aten = torch.ops.aten
 
 
 def reduce_window(draft: Draft, plan: Plan) -> None:
-    """Boundary program: this micro-step's gradient joins the window's sum, which is reduced and handed on."""
+    """Boundary program: this micro-step's gradient goes into the window's sum, which is reduced and read instead."""
     terms = gradients_of(draft, plan, plan.closing_buckets())
     weights = weights_of(draft, plan, [b.part for b in terms])
     if plan.sync_each_batch and terms:
@@ -51,7 +51,7 @@ def reduce_window(draft: Draft, plan: Plan) -> None:
     weights = _hand_on(draft, plan, sums, weights)
     for bucket in sums:
         _reduce_later_gradients(draft, plan, bucket, weights.get(bucket.part))
-    draft.sort()  # a gradient may be read ahead of the last one of its bucket: by the update of another model
+    draft.sort()  # a gradient may be read before the last one of its bucket: by the update of another model
 
 
 def reduce_sums(draft: Draft, plan: Plan) -> None:
@@ -74,7 +74,7 @@ def _hand_on(
     def divided() -> dict[Bucket, list[Node]]:
         return {b: _divide(draft, plan, b, v, weights.get(b.part)) for b, v in sums.items()}
 
-    # float16 ends at 65504: what is known beforehand is divided out ahead of the wire.
+    # float16 ends at 65504: what is known beforehand is divided out before it is sent.
     ahead = plan.wire_dtype is torch.float16 and not (plan.weighing and plan.weighing.divides)
     if ahead:
         sums = divided()

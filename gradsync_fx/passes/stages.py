@@ -1,14 +1,15 @@
 """A program cut at its opaque updates: stages that run one after the other, with the optimizers' own steps between.
 
-      stage 0: gradients of u1    u1   stage 1: what reads a parameter behind u1    u2   stage 2 ...
+      stage 0: gradients of u1    u1   stage 1: what reads a parameter after u1    u2   stage 2 ...
 
-An op stands in the earliest stage that has all it depends on. A write to a parameter, a buffer or a tensor of the
-user's stands where its value is made: the optimizer's code sees it. Who reads such a tensor as it was ahead of a write
-or an update gets a copy from the time before. Random numbers are drawn in the order of the step.
+An op is in the earliest stage that has all it depends on. A write to a parameter, a buffer or a tensor of the user's is
+in the stage that makes its value, so that the optimizer's code sees it. A read of such a tensor as it was before a
+write or an update gets a copy, made before. Random numbers are drawn in the order of the step.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from gradsync_fx.ir.journal import Entry, Journal
 from gradsync_fx.ir.memory import base_of
 from gradsync_fx.ir.ops import UPDATE, argument
 from gradsync_fx.ir.program import Kind, Program, Slot, output_values, writes
@@ -39,8 +41,13 @@ _MAY_ALIAS = frozenset(
 
 @dataclass(slots=True)
 class Stage:
-    """program: None where nothing is computed. inputs: of the program, as positions of the whole program's inputs or as
-    names of what an earlier stage gave; outputs: names of what this one gives. gradients: names of the update's.
+    """A piece of a program, and the optimizer's step that runs after it.
+
+    program: None where nothing is computed.
+    inputs: of the program: positions of the whole program's inputs, or names of what an earlier stage gave.
+    outputs: names of what this one gives, in the order of the program's outputs.
+    update: None after the last stage.
+    gradients: names of what the update is given.
     """
 
     program: Program | None
@@ -76,12 +83,12 @@ def is_cut(program: Program) -> bool:
     return bool(program.module.graph.find_nodes(op="call_function", target=UPDATE))
 
 
-def cut(program: Program) -> Stages:
+def cut_at_updates(program: Program) -> Stages:
     """The stages of a program with opaque updates; the program itself stays as it is."""
-    return _Cutter(program).stages()
+    return _StageCutter(program).stages()
 
 
-class _Cutter:
+class _StageCutter:
     def __init__(self, program: Program) -> None:
         self._program = program
         graph = program.module.graph
@@ -106,7 +113,7 @@ class _Cutter:
         self._parts = [_Part(i) for i in range(len(self._updates) + 1)]
 
     def _place(self) -> None:
-        """The stage of every node, and the stages behind which a tensor is another one."""
+        """The stage of every node, and the stages after which a tensor is another one."""
         done = 0
         for node in self._program.module.graph.nodes:
             at = max((self._stage[n] for n in node.all_input_nodes), default=0)
@@ -147,7 +154,7 @@ class _Cutter:
         return node in self._lasting and self._updated.get(argument(node, 1)) is node.args[0]
 
     def _before_update(self, update: Node) -> list[str]:
-        """Gradients, given by the stage; and what the step itself wrote into parameters ahead of the update."""
+        """Gradients, given by the stage; and what the step itself wrote into parameters before the update."""
         part = self._parts[self._stage[update] - 1]
         for name, value in zip(update.meta["parameters"], argument(update, 2), strict=True):
             holder = self._of_parameter[name]
@@ -241,7 +248,7 @@ class _Cutter:
             # Sizes of the other inputs may be expressions of it.
             if not isinstance(holder.meta["val"], torch.Tensor):
                 self._input(part, self._position[holder], holder, slot)
-        for live, value in part.writes:  # behind all that reads the tensors as they were
+        for live, value in part.writes:  # after all that reads the tensors as they were
             written = part.graph.call_function(_aten.copy_.default, (live, value))
             written.meta["val"] = live.meta["val"]
         part.graph.output(tuple(part.gives.values()))
@@ -255,7 +262,7 @@ class _Cutter:
 
 
 def _form(value: Any) -> Any:
-    """A fake value of the same form, with a storage of its own."""
+    """A fake value of the same shape, strides and dtype, with a storage of its own."""
     return value.new_empty_strided(value.shape, value.stride())
 
 
@@ -268,10 +275,21 @@ Run = Callable[[list[Any]], Any]
 
 
 def in_stages(
-    program: Program, compile_one: Callable[[Program], Run], live: dict[str, torch.Tensor]
+    program: Program,
+    compile_one: Callable[[Program], Run],
+    live: dict[str, torch.Tensor],
+    journal: Journal,
 ) -> Run:
     """The program compiled, in one piece or in its stages. live: the user's tensors by name."""
-    return Staged(cut(program), compile_one, live) if is_cut(program) else compile_one(program)
+    if not is_cut(program):
+        return compile_one(program)
+    start = time.perf_counter()
+    stages = cut_at_updates(program)
+    spent = (time.perf_counter() - start) * 1e3
+    parts = [s.program.module.graph for s in stages.stages if s.program is not None]
+    before, after = len(program.module.graph.nodes), sum(len(graph.nodes) for graph in parts)
+    journal.entries.append(Entry(program.name, cut_at_updates.__name__, spent, before, after))
+    return Staged(stages, compile_one, live)
 
 
 class Staged:
@@ -283,9 +301,9 @@ class Staged:
         self._stages, self._live = stages, live
         self._runs = [compile_one(s.program) if s.program else None for s in stages.stages]
         wanted = {name for what, name in stages.results if what == "given"}
-        self._last_use = [self._dropped_behind(i, wanted) for i in range(len(stages.stages))]
+        self._last_use = [self._dropped_after(i, wanted) for i in range(len(stages.stages))]
 
-    def _dropped_behind(self, number: int, wanted: set[Any]) -> list[str]:
+    def _dropped_after(self, number: int, wanted: set[Any]) -> list[str]:
         """What no later stage, and no result, needs."""
         later = {k for s in self._stages.stages[number + 1 :] for k in s.inputs} | wanted
         return [n for s in self._stages.stages[: number + 1] for n in s.outputs if n not in later]

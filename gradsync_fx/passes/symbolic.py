@@ -148,7 +148,7 @@ class Ref:
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class SumsUnderWay:
     """A reduction in place that is under way, and what its sums hold once it has been waited for."""
 
     reduced: dict[int, Term]
@@ -163,7 +163,7 @@ class Machine:
         self.sent: Counter[Term] = Counter()
         self.waited: Counter[Term] = Counter()
         self.effects: Counter[Term] = Counter()
-        self.under_way: dict[int, Bucket] = {}
+        self.under_way: dict[int, SumsUnderWay] = {}
         self._pending: set[int] = set()  # results of functional collectives
         self._arrived: set[Ref] = set()
         self._random = 0
@@ -299,7 +299,7 @@ class Machine:
         self.sent[sent] += 1
         self.waited[sent] += 1  # or `finish` finds it under way
         arrived, start = self.terms.make(ops.WAIT, sent), 0
-        bucket = Bucket({})
+        bucket = SumsUnderWay({})
         for ref, value in zip(sums, values, strict=True):
             end = start + value.numel()
             ends = tuple(map(_constant, (0, start, end)))

@@ -16,12 +16,12 @@ from torch.fx import GraphModule, Node
 from gradsync_fx.ir.builder import Draft
 from gradsync_fx.ir.ops import argument
 from gradsync_fx.ir.program import Kind, Slot
-from gradsync_fx.optim.subgraphs import Body, Call
+from gradsync_fx.optim.subgraphs import Body, BodyCall
 from gradsync_fx.planning.plan import Plan
 
 
 def update_key(node: Node) -> str:
-    """Names one update of a step: the node's place among its updates is stable under copying."""
+    """Names one update of a step: the node's position among its updates is stable under copying."""
     return node.name
 
 
@@ -84,11 +84,11 @@ def _add_body(draft: Draft, label: str, body: Body) -> str:
     return name
 
 
-def _call(draft: Draft, marker: Node, name: str, call: Call, inputs: list[Node]) -> list[Node]:
+def _call(draft: Draft, marker: Node, name: str, call: BodyCall, inputs: list[Node]) -> list[Node]:
     """A body's results in the forms of what they replace; those of new state as in the trace."""
     (out,) = call.body.graph.find_nodes(op="output")
     count = len(call.params)
-    # A pointwise body was traced for some parameter: each of its results has the form of this one's.
+    # A pointwise body was traced for some parameter: each of its results has the shape of this one's.
     like = inputs[0].meta["val"] if call.body.pointwise else None
     forms = [
         draft.form(v if like is None or not v.dim() else like, dtype=v.dtype)

@@ -3,14 +3,13 @@
 g  ->  g * w                       reduction="weighted"
 g  ->  g where finite, else 0      skip_nonfinite; then w is 1 or 0, or the step's own weight or 0
 
-The running weight of a part is an input like an accumulator. Where the sums are divided by it, it travels with the
+The running weight of a part is an input like an accumulator. Where the sums are divided by it, it is sent with the
 first bucket whose wire is at least as wide as float32, and alone where there is none: a weight that was rounded to
 bfloat16 would scale every gradient.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -19,9 +18,16 @@ from torch.fx import Node
 from gradsync_fx.ir.builder import Draft
 from gradsync_fx.ir.ops import Role, argument
 from gradsync_fx.ir.program import Kind, Slot
-from gradsync_fx.passes.bucket import Scale, reduce_bucket
+from gradsync_fx.passes.bucket import WireScale, reduce_bucket
 from gradsync_fx.passes.sums import cast, filled
-from gradsync_fx.planning.plan import Bucket, Plan, Reduction, carrier
+from gradsync_fx.planning.plan import (
+    Bucket,
+    Plan,
+    Reduction,
+    scales_wire,
+    sending_order,
+    wire_scale,
+)
 
 
 _aten = torch.ops.aten
@@ -51,7 +57,7 @@ def weigh_terms(draft: Draft, plan: Plan) -> None:
                 term = draft.call(_aten.where.self, finite, term, zero)
         marker.update_arg(0, term)
     draft.notes[Role.WEIGHT, 0] = [weight]
-    draft.sort()  # a weight may be said, and a last loss computed, behind the first gradients
+    draft.sort()  # a weight may be said, and a last loss computed, after the first gradients
 
 
 def _weight(draft: Draft, plan: Plan) -> Node:
@@ -128,29 +134,26 @@ def reduce_all(
     """All buckets over the ranks, each by one all-reduce, and each part's weight with one of its buckets.
 
     divided: whether the terms are means already. A float16 wire ends at 65504: other terms are scaled for it, so that
-    what arrives is no larger than their mean. That needs the weights first; they go ahead of all buckets, then.
+    what arrives is no larger than their mean. That needs the weights first; they go before all buckets, then.
     """
-    scaled = plan.wire_dtype is torch.float16 and not divided and plan.group is not None
+    scaled = scales_wire(plan) and not divided
     done = dict(weights)
-    if scaled:
-        for part, weight in weights.items():
-            done[part] = _reduce_weight(draft, plan, part, weight, early=True)
-    carriers = {carrier(plan, part): part for part in weights}
     reduced: dict[Bucket, list[Node]] = {}
-    for bucket, values in terms.items():
-        carried = carriers.get(bucket)
-        scale = _scale(draft, plan, done.get(bucket.part)) if scaled else None
-        if carried is None:
-            reduced[bucket] = reduce_bucket(draft, plan, bucket, values, scale=scale)
-        else:
-            *reduced[bucket], done[carried] = reduce_bucket(
-                draft, plan, bucket, [*values, weights[carried]]
+    last = next(reversed(terms.values()), [])
+    for sent in sending_order(plan, terms, weights, scaled=scaled):
+        bucket, part = sent.bucket, sent.weight
+        if bucket is not None:
+            scale = _scale(draft, plan, done.get(bucket.part)) if scaled else None
+            carried = [] if part is None else [weights[part]]
+            values = reduce_bucket(draft, plan, bucket, [*terms[bucket], *carried], scale=scale)
+            if part is not None:
+                done[part] = values.pop()
+            reduced[bucket] = values
+        elif part is not None:
+            after = () if sent.early else last
+            done[part] = _reduce_weight(
+                draft, plan, part, weights[part], after=after, early=sent.early
             )
-    if plan.group is not None and not scaled:
-        last = next(reversed(terms.values()))
-        for part, weight in weights.items():
-            if carrier(plan, part) is None:
-                done[part] = _reduce_weight(draft, plan, part, weight, behind=last)
     return reduced, done
 
 
@@ -160,27 +163,25 @@ def _reduce_weight(
     part: int,
     weight: Node,
     *,
-    behind: Sequence[Node] = (),
+    after: Sequence[Node] = (),
     early: bool = False,
 ) -> Node:
     """A part's weight over the ranks, by an all-reduce of its own. early: buckets wait for it."""
     alone = Bucket((), Reduction("sum", plan.group, "ranks"), part)
     own = weight.meta["val"].dtype
-    (total,) = reduce_bucket(
-        draft, plan, alone, [weight], wire_dtype=own, behind=behind, early=early
-    )
+    (total,) = reduce_bucket(draft, plan, alone, [weight], wire_dtype=own, after=after, early=early)
     return total
 
 
-def _scale(draft: Draft, plan: Plan, weight: Node | None) -> Scale:
+def _scale(draft: Draft, plan: Plan, weight: Node | None) -> WireScale:
     """2 to the power that makes the sum over `weight` (of all ranks) no larger than the mean."""
     if weight is None:
-        power = 2.0 ** math.ceil(math.log2(plan.world))
-        return Scale(1 / power, power)
+        power = wire_scale(plan.world)
+        return WireScale(1 / power, power)
     with draft.after(weight):
         one = filled(draft, 1.0, weight.meta["val"])
         some = draft.call(_aten.gt.Scalar, weight, 0.0)
         counted = draft.call(_aten.where.self, some, weight, one)
         exponent = draft.call(_aten.ceil.default, draft.call(_aten.log2.default, counted))
         inverse = draft.call(_aten.exp2.default, exponent)
-        return Scale(draft.call(_aten.reciprocal.default, inverse), inverse)
+        return WireScale(draft.call(_aten.reciprocal.default, inverse), inverse)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -12,16 +13,17 @@ from gradsync_fx.ir.ops import LEAF_GRAD, argument
 from gradsync_fx.ir.program import Step
 from gradsync_fx.ir.regions import Regions
 from gradsync_fx.optim.opaque import Opaque
-from gradsync_fx.optim.trace import Update
+from gradsync_fx.optim.update import Update
 
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
     """How one leaf's accumulated gradient becomes the window's.
 
-    op, group: of the all-reduce; group None: no all-reduce. divisor: what it is divided by afterwards ("ranks": the
-    terms, or the weight, of all ranks; "local": the same over the number of ranks, for gradients that the user's own
-    code averages).
+    op: of the all-reduce.
+    group: the process group's name; None for no all-reduce.
+    divisor: what the sum is divided by afterwards. "ranks": the terms, or the weight, of all ranks; "local": the same
+        over the number of ranks, for gradients that the user's own code averages.
     """
 
     op: str
@@ -31,7 +33,12 @@ class Reduction:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Leaves of one part that share one all-reduce, by leaf number."""
+    """Leaves of one part that share one all-reduce. What it is at run time: comm/flat_bucket.py.
+
+    leaves: leaf numbers, in the order in which their sums lie in the flat tensor.
+    reduction: of each of them.
+    part: of the window.
+    """
 
     leaves: tuple[int, ...]
     reduction: Reduction
@@ -42,8 +49,10 @@ class Bucket:
 class Weighing:
     """What a micro-step's term counts, where that is known only when it runs.
 
-    weighted: by the step's own weight. finite: nothing where the loss or a gradient is not finite. divides: the sum is
-    divided by the weight (not so for reduction="sum"). dtype: of the running weight.
+    weighted: it counts the step's own weight.
+    finite: it counts nothing where the loss or a gradient is not finite.
+    divides: the sum is divided by the weight (not so for reduction="sum").
+    dtype: of the running weight.
     """
 
     weighted: bool
@@ -56,9 +65,26 @@ class Weighing:
 class Plan:
     """All that passes need to know about one program of a captured step.
 
-    A window has one part for each optimizer with a k of its own, else one part. `closing`: the parts that are reduced
-    and updated in this program; the others accumulate. `weights`: running weight by part, empty without `weighing`.
-    `updates`: what is traced; `opaque`: what is not, and runs as it is. `names`: of parameters, by id.
+    A window has one part for each optimizer with a k of its own, else one part. A step keeps one plan in which nothing
+    closes: `closing`, `updates`, `opaque` and `state_tensors` are empty. Each program is built from a copy in which
+    these four, and `buckets`, are its own. Passes change nothing in it.
+
+    step, regions: as captured.
+    buckets: all of the step's, in the order in which they are sent: as gradients become ready, or by name.
+    part_of_leaf: by leaf number.
+    part_of_update: by update marker.
+    closing: parts that this program reduces and updates; the others accumulate.
+    accumulators: running sums by parameter name. The runtime's own dict, shared by all steps of a window.
+    weights: running weight by part, likewise; read only with `weighing`.
+    weighing: None where every term counts 1.
+    group: name of the process group over which weights are summed; None for one rank.
+    world: ranks in it.
+    updates: those that close and are traced, by `update_key`.
+    opaque: those that close and run as they are, likewise.
+    names: of parameters, by id.
+    state_tensors: of each traced update, in the order of its state inputs.
+    wire_dtype: of all-reduces; None for the sums' own.
+    sync_each_batch: every call reduces its terms, so that sums hold what was reduced.
     """
 
     step: Step
@@ -100,8 +126,48 @@ class Plan:
         return self.part_of_update[source]
 
 
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """One all-reduce: a bucket's sums, a part's weight, or both in one.
+
+    bucket: None for a weight that is sent by itself.
+    weight: the part whose weight this is; None for a bucket by itself.
+    early: the buckets after it wait for it, as they are scaled by it.
+    """
+
+    bucket: Bucket | None
+    weight: int | None = None
+    early: bool = False
+
+
+def scales_wire(plan: Plan) -> bool:
+    """Whether sums are scaled for the wire by how many terms they hold: float16 ends at 65504."""
+    return plan.wire_dtype is torch.float16 and plan.group is not None
+
+
+def wire_scale(terms: float) -> float:
+    """The power of 2 by which a sum of so many terms is no larger than their mean; 1 for none."""
+    return 2.0 ** math.ceil(math.log2(terms)) if terms > 0 else 1.0
+
+
+def sending_order(
+    plan: Plan, buckets: Iterable[Bucket], weights: Collection[int], *, scaled: bool
+) -> list[Sent]:
+    """What goes over the ranks, in the order that is the same on all of them, whatever runs there.
+
+    weights: parts whose weight is wanted. scaled: buckets need their part's weight before they are sent.
+    """
+    if scaled:
+        first = [Sent(None, part, early=True) for part in weights]
+        return [*first, *(Sent(bucket) for bucket in buckets)]
+    carriers = {carrier(plan, part): part for part in weights}
+    sent = [Sent(bucket, carriers.get(bucket)) for bucket in buckets]
+    alone = [part for part in weights if carrier(plan, part) is None and plan.group is not None]
+    return [*sent, *(Sent(None, part) for part in alone)]
+
+
 def carrier(plan: Plan, part: int) -> Bucket | None:
-    """The bucket that a part's weight travels with; None where it goes alone (or nowhere, without a group)."""
+    """The bucket that a part's weight is sent with; None where it goes alone (or nowhere, without a group)."""
     for bucket in plan.buckets:
         if bucket.part == part and bucket.reduction == Reduction("sum", plan.group, "ranks"):
             name = plan.step.leaves[bucket.leaves[0]].name

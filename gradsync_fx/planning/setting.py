@@ -227,7 +227,7 @@ def find_buckets(
     *,
     by_name: bool = False,
 ) -> tuple[Bucket, ...]:
-    """Leaves joined while part, stage, dtype, device and reduction agree.
+    """Leaves of one part, stage, dtype, device and reduction share a bucket, until it is full.
 
     In the order in which their gradients become ready; or by name, which is the same order on ranks whose steps took
     different branches.
@@ -250,22 +250,24 @@ def find_buckets(
             held,
             parameter.device,
         )
-        joined, used = open_buckets.pop(key, ([], 0))
-        joined, used = [*joined, leaf], used + size
-        # Closed once full, as DDP does: a small gradient beside large ones never has to travel alone.
+        members, used = open_buckets.pop(key, ([], 0))
+        members, used = [*members, leaf], used + size
+        # Closed once full, as DDP does: a small gradient beside large ones is never sent alone.
         if used >= _bytes_of_next(setting, parameter.device, first=not done):
-            done.append((key, joined))
+            done.append((key, members))
         else:
-            open_buckets[key] = (joined, used)
-    done += [(key, joined) for key, (joined, _) in open_buckets.items()]
-    # A bucket's all-reduce starts behind its last gradient: the tail program has to keep that order.
+            open_buckets[key] = (members, used)
+    done += [(key, members) for key, (members, _) in open_buckets.items()]
+    # A bucket's all-reduce starts after its last gradient: the tail program has to keep that order.
     done.sort(key=lambda item: leaves.index(item[1][-1]))
 
     def uneven(leaf: int) -> bool:
         return capture.step.leaves[leaf].parameter.numel() % 16 != 0
 
-    # Behind one of them, the bucket's others would not start at a cache line.
-    return tuple(Bucket(tuple(sorted(joined, key=uneven)), key[0], key[1]) for key, joined in done)
+    # After one of them, the bucket's others would not start at a cache line.
+    return tuple(
+        Bucket(tuple(sorted(members, key=uneven)), key[0], key[1]) for key, members in done
+    )
 
 
 def _bytes_of_next(setting: Setting, device: torch.device, *, first: bool) -> int:

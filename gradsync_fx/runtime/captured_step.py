@@ -19,16 +19,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from gradsync_fx.capture.tracer import Capture
 from gradsync_fx.comm.collectives import OwnCollectives
-from gradsync_fx.comm.flat_buffers import joined
 from gradsync_fx.comm.rendezvous import Line
-from gradsync_fx.comm.shm_all_reduce import SharedBuckets, find_shared
 from gradsync_fx.ir.deferral import check_deferrable
 from gradsync_fx.ir.program import Kind
 from gradsync_fx.lowering.lower import as_it_is
@@ -70,7 +68,6 @@ class CapturedStep:
         self.runner = ProgramRunner(facts, self.programs, integrity)
         self.host = HostCalls(facts, self.programs.bindings)
         self._tail_data: dict[int, Any] = {}
-        self._shared: SharedBuckets | None = None
 
     # Of protocol.py: what it is.
 
@@ -222,7 +219,7 @@ class CapturedStep:
     @property
     def settled(self) -> bool:
         """Whether it knows what it shares with other ranks, or has nothing to share."""
-        return self._shared is not None or not self.facts.shareable
+        return not self.facts.shareable or self.runner.buckets.settled
 
     @contextmanager
     def side_by_side(self, line: Line, *, settled: bool) -> Iterator[None]:
@@ -231,9 +228,8 @@ class CapturedStep:
         settled: whether all ranks know which ones; if not, all ranks ask.
         """
         if line.group is not None and not settled:
-            leaves, sums = self.facts.capture.step.leaves, self.programs.plan.accumulators
-            flats = [joined([sums[leaves[i].name] for i in b.leaves]) for b in self.facts.shareable]
-            self._shared = find_shared(line, flats)
-            log.info("%d of %d buckets are shared in memory", len(self._shared), len(flats))
-        with nullcontext() if self._shared is None else self._shared.in_use():
+            asked = [self.runner.sums_of(bucket) for bucket in self.facts.shareable]
+            shared = self.runner.buckets.share(line, asked)
+            log.info("%d of %d buckets are shared in memory", shared, len(asked))
+        with self.runner.buckets.in_use(together=True):
             yield

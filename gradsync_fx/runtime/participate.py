@@ -2,41 +2,34 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from gradsync_fx.ir.ops import ALL_REDUCE, WAIT
-from gradsync_fx.planning.plan import Plan, carrier
+from gradsync_fx.planning.plan import Plan, scales_wire, sending_order, wire_scale
 
 
 def take_part(plan: Plan) -> None:
     """Zeros into the reductions of the other ranks' accumulate call; what they sum comes in here, too.
 
-    In the order of the program that they run, with its scales (passes/weigh.py).
+    In the order of the program that they run, with its scales (planning/plan.py).
     """
     leaves = plan.step.leaves
-    weights = dict(plan.weights) if plan.weighing else {}
-    carriers = {carrier(plan, part): part for part in weights}
-    scaled = plan.wire_dtype is torch.float16 and plan.group is not None
+    weights = plan.weights if plan.weighing else {}
+    scaled = scales_wire(plan)
     totals: dict[int, float] = {}
-    if scaled:
-        for part, weight in weights.items():
-            before = weight.clone()
-            _add_reduced([weight], weight.dtype, "sum", plan.group)
-            totals[part] = float(weight - before)
-        weights = {}
-    for bucket in plan.buckets:
-        held = [plan.accumulators[leaves[i].name] for i in bucket.leaves]
-        if bucket in carriers and weights:
-            held.append(weights.pop(carriers[bucket]))
-        reduction, scale = bucket.reduction, 1.0
-        if scaled:
-            count = totals.get(bucket.part, float(plan.world))
-            scale = 2.0 ** math.ceil(math.log2(count)) if count > 0 else 1.0
-        _add_reduced(held, plan.wire_dtype, reduction.op, reduction.group, scale)
-    for weight in weights.values():
-        _add_reduced([weight], weight.dtype, "sum", plan.group)
+    for sent in sending_order(plan, plan.buckets, weights, scaled=scaled):
+        bucket, part = sent.bucket, sent.weight
+        held = [] if part is None else [weights[part]]
+        if bucket is not None:
+            reduction, scale = bucket.reduction, 1.0
+            held = [*(plan.accumulators[leaves[i].name] for i in bucket.leaves), *held]
+            if scaled:
+                scale = wire_scale(totals.get(bucket.part, float(plan.world)))
+            _add_reduced(held, plan.wire_dtype, reduction.op, reduction.group, scale)
+        elif part is not None:
+            before = weights[part].clone()
+            _add_reduced(held, weights[part].dtype, "sum", plan.group)
+            totals[part] = float(weights[part] - before)
 
 
 def _add_reduced(

@@ -27,7 +27,7 @@ from gradsync_fx.lowering.artifacts import artifact
 from gradsync_fx.lowering.lower import Compiled, decompositions, lower
 from gradsync_fx.optim.binding import Binding, left_as_they_are
 from gradsync_fx.optim.opaque import Opaque
-from gradsync_fx.optim.trace import Update
+from gradsync_fx.optim.update import Update
 from gradsync_fx.passes import build
 from gradsync_fx.passes.stages import in_stages
 from gradsync_fx.passes.update import update_key
@@ -117,9 +117,10 @@ class ProgramCache:
             try:
                 with compile_lock, compiling(options.rank_timeout):
                     built = self._build(key, traced)
-                    one = partial(lower, fake_mode=capture.fake_mode, options=options)
+                    mode, journal = capture.fake_mode, self.journal
+                    one = partial(lower, fake_mode=mode, options=options, journal=journal)
                     tensors = {**capture.buffers, **capture.parameters}
-                    lowered = in_stages(built.program, one, tensors)
+                    lowered = in_stages(built.program, one, tensors, journal)
             except Exception as failure:
                 if left_as_they_are(self.bindings.values(), failure):
                     return self.compiled(closing, tail=tail, by_name=by_name)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch.profiler import record_function
 
-from gradsync_fx.comm.inplace_all_reduce import forget
+from gradsync_fx.comm.flat_bucket import FlatBuckets
 from gradsync_fx.ir.program import Kind, Program
 from gradsync_fx.lowering.lower import as_it_is
 from gradsync_fx.optim.opaque import warn_of
+from gradsync_fx.planning.plan import Bucket
 from gradsync_fx.runtime.captured_facts import CapturedFacts
 from gradsync_fx.runtime.consistency import Integrity
 from gradsync_fx.runtime.divisors import Divisors
@@ -30,6 +32,17 @@ class ProgramRunner:
         self.measured: dict[str, tuple[int, float]] = {}
         self._warned: set[str] = set()
 
+    @cached_property
+    def buckets(self) -> FlatBuckets:
+        """The step's buckets at run time, in both orders. By the first run each of its leaves has an accumulator."""
+        known = (*self._facts.buckets, *self._facts.buckets_by_name)
+        return FlatBuckets(map(self.sums_of, known))
+
+    def sums_of(self, bucket: Bucket) -> list[torch.Tensor]:
+        """The running sums of a bucket, in its order."""
+        leaves, sums = self._facts.capture.step.leaves, self._programs.plan.accumulators
+        return [sums[leaves[i].name] for i in bucket.leaves]
+
     def run(self, compiled: CompiledProgram, args: list[Any], divisors: Divisors) -> list[Any]:
         """Returns what the program does, without the optimizer state that it created. args: the step's own inputs."""
         program, updates, opaque = compiled.program, compiled.built.updates, compiled.built.opaque
@@ -46,10 +59,10 @@ class ProgramRunner:
             with (
                 torch.no_grad(),
                 record_function(f"gradsync_fx {self._facts.capture.name}: {program.name}"),
+                self.buckets.in_use(),
             ):
                 results = list(compiled.run(inputs))
         except BaseException:
-            forget(self._programs.plan.accumulators.values())
             if first is not None and first._version == version:
                 self._integrity.spared()  # an assert of the step's own, say
             raise

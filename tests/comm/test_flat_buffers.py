@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from gradsync_fx.comm.flat_buffers import allocate, joined
+from gradsync_fx.comm.flat_buffers import allocate, contiguous_view
 
 
-def test_sums_of_one_stretch_are_found_joined() -> None:
+def test_sums_of_one_stretch_are_found_contiguous_view() -> None:
     sums = allocate([torch.empty(3, 5), torch.empty(()), torch.empty(7)], torch.float64)
     assert [total.shape for total in sums] == [(3, 5), (), (7,)]
     for i, total in enumerate(sums):
         total.fill_(i)
-    flat = joined(sums)
+    flat = contiguous_view(sums)
     assert flat is not None
     assert flat.tolist() == [0] * 15 + [1] + [2] * 7
     flat.add_(1)
@@ -21,13 +21,13 @@ def test_sums_of_one_stretch_are_found_joined() -> None:
 
 def test_a_part_of_a_stretch() -> None:
     sums = allocate([torch.empty(2), torch.empty(3), torch.empty(4)], torch.float32)
-    flat = joined(sums[1:])
+    flat = contiguous_view(sums[1:])
     assert flat is not None
     assert flat.data_ptr() == sums[1].data_ptr()
     assert flat.shape == (7,)
 
 
-def test_what_lies_otherwise_is_not_joined() -> None:
+def test_what_lies_otherwise_is_not_contiguous_view() -> None:
     a, b, c = allocate([torch.empty(2, 2), torch.empty(4), torch.empty(4)], torch.float32)
     for other in ([b, a], [a, c], [a.t(), b], [a, torch.zeros(4)], [a, b.view(torch.int32)]):
-        assert joined(other) is None
+        assert contiguous_view(other) is None

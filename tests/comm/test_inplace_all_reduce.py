@@ -13,11 +13,12 @@ pytestmark = pytest.mark.gloo
 
 
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("place", ["joined", "apart"])
-def test_sums_over_the_ranks(ranks: Ranks, place: str, wire: torch.dtype) -> None:
+@pytest.mark.parametrize("layout", ["flat", "apart"])
+@pytest.mark.parametrize("known", [True, False])
+def test_sums_over_the_ranks(ranks: Ranks, layout: str, wire: torch.dtype, known: bool) -> None:
     third = torch.tensor(1 / 3).to(wire)
     wanted = (third + torch.tensor(2 / 3).to(wire)).float()
-    for sums in ranks(wires.reduced, place, wire):
+    for sums in ranks(wires.reduced, layout, wire, known):
         for form, total in zip(wires.FORMS, sums, strict=True):
             assert total.shape == form.shape
             assert torch.equal(total, wanted.expand(form.shape))

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from gradsync_fx.comm import shared_memory
-from gradsync_fx.comm.flat_buffers import allocate, joined
-from gradsync_fx.comm.shared_memory import Address, Reached, address, open_room
+from gradsync_fx.comm.flat_buffers import allocate, contiguous_view
+from gradsync_fx.comm.shared_memory import Address, MappedFiles, address, open_room
 from tests.mortals import mortals
 from tests.reference import Window, accumulation, regression
 from tests.scenarios import neighbours
@@ -155,7 +155,7 @@ def test_room_in_stretches() -> None:
     one = allocate([torch.empty(2, 5)], torch.float32, room)
     two = allocate([torch.empty(()), torch.empty(2)], torch.float64, room)
     for sums in (one, two):
-        flat = joined(sums)
+        flat = contiguous_view(sums)
         assert flat is not None
         assert flat.data_ptr() % shared_memory.PAGE == 0
         assert not flat.any()
@@ -167,7 +167,7 @@ def test_room_in_stretches() -> None:
 
 def seen_from_elsewhere(addresses: list[Address], pipe: Any) -> None:
     """In another process: reads what lies there, and writes a 7 in front."""
-    copies = [Reached().tensor(there, torch.float32) for there in addresses]
+    copies = [MappedFiles().tensor(there, torch.float32) for there in addresses]
     pipe.send([None if copy is None else copy.tolist() for copy in copies])
     for copy in copies:
         if copy is not None:

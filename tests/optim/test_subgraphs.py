@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradsync_fx.optim.trace import Update, trace_update
+from gradsync_fx.optim.trace import trace_update
+from gradsync_fx.optim.update import Update
 from tests.drive import drive, plain_step, quick
 from tests.models import mlp
 from tests.reference import accumulation, assert_same, regression, twins

@@ -14,14 +14,16 @@ from torch.fx import Node
 import gradsync_fx
 from gradsync_fx.comm.inplace_all_reduce import START_SUMS, WAIT_SUMS
 from gradsync_fx.errors import VerificationError
+from gradsync_fx.ir.journal import Journal
 from gradsync_fx.ir.ops import ALL_REDUCE
 from gradsync_fx.ir.ops import WAIT as WAIT_TENSOR
 from gradsync_fx.ir.program import Kind, Program
-from gradsync_fx.lowering.lower import Rewritten, rewrite
 from gradsync_fx.optimized_step import OptimizedStep
 from gradsync_fx.options import OPTIMIZATIONS, Options
+from gradsync_fx.passes import FOR_INDUCTOR, rewrite
+from gradsync_fx.passes.check_lowered import check_lowered
 from gradsync_fx.passes.fuse import ADD_PRODUCT
-from gradsync_fx.passes.pointwise_updates import KernelCall, Value, Wait
+from gradsync_fx.passes.rewritten import KernelCall, Operand, Rewritten, Wait
 from tests.drive import plain_step
 from tests.reference import mse
 
@@ -63,9 +65,8 @@ class Lowered:
         planned.capture(model, optimizer, torch.randn(4, 128), torch.randn(4, 128))
         (captured,) = planned._executor.catalogue.captures
         self.program: Program = captured.programs.build(closing, tail=tail)
-        self.rewritten: Rewritten = rewrite(
-            self.program, captured.facts.capture.fake_mode, optimizations
-        )
+        mode, without = captured.facts.capture.fake_mode, {*OPTIMIZATIONS} - {*optimizations}
+        self.rewritten: Rewritten = rewrite(self.program, mode, Journal(), FOR_INDUCTOR, without)
         self.check()
 
     @property
@@ -77,7 +78,7 @@ class Lowered:
         return self.rewritten.cut.calls
 
     def check(self) -> None:
-        self.rewritten.check(self.program)
+        check_lowered(self.rewritten)
 
     def found(self, target: Any) -> list[Node]:
         return list(self.graph.find_nodes(op="call_function", target=target))
@@ -120,11 +121,13 @@ def test_a_weight_read_by_an_update_behind_its_reset() -> None:
     index = list(lowered.graph.find_nodes(op="placeholder")).index(weight)
     (kept,) = [n for n in weight.users if n.target is _aten.clone.default]
     extra = lowered.rewritten.cut.extras.index(kept)
+    right, wrong = Operand("extra", extra), Operand("input", index)
     lowered.rewritten.cut.calls = [
-        replace(call, scalars=tuple(Value("input", index) if v == Value("extra", extra) else v for v in call.scalars))
-        if isinstance(call, KernelCall) else call
+        replace(call, scalars=tuple(wrong if v == right else v for v in call.scalars))
+        if isinstance(call, KernelCall)
+        else call
         for call in lowered.calls
-    ]  # fmt: skip
+    ]
     lowered.refused("parameter", "filled(0.0)")
 
 

@@ -14,15 +14,16 @@ from torch._inductor.graph import GraphLowering
 from torch.fx import GraphModule, Node
 
 from gradsync_fx.comm.inplace_all_reduce import START_SUMS, WAIT_SUMS
+from gradsync_fx.ir.journal import Journal
 from gradsync_fx.ir.ops import ALL_REDUCE, WAIT
 from gradsync_fx.ir.program import Program
 from gradsync_fx.lowering.lower import lower
 from gradsync_fx.optimized_step import OptimizedStep
 from gradsync_fx.options import Options
 from gradsync_fx.passes.fuse import ADD_PRODUCT, add_products
-from gradsync_fx.passes.inline import copy_module
 from gradsync_fx.passes.overlap import reduce_in_place, wait_late
-from gradsync_fx.passes.pointwise_updates import Cut, Wait, cut_updates
+from gradsync_fx.passes.pointwise_updates import cut_updates
+from gradsync_fx.passes.rewritten import Cut, Rewritten, Wait
 from tests.drive import plain_step, step_of
 from tests.reference import mse
 
@@ -46,12 +47,11 @@ def boundary(
 
 def rewritten(step: Callable[..., Any], **options: Any) -> tuple[GraphModule, Cut]:
     program, fake_mode = boundary(step, **options)
-    module = copy_module(program.module)
-    wait_late(module)
-    reduce_in_place(module, fake_mode)
-    cut = cut_updates(module)
-    module.graph.lint()
-    return module, cut
+    found = Rewritten.copy_of(program, fake_mode)
+    for one in (wait_late, reduce_in_place, cut_updates):
+        one(found)
+    found.main.graph.lint()
+    return found.main, found.cut
 
 
 def found(module: GraphModule, target: Any) -> list[Node]:
@@ -60,9 +60,9 @@ def found(module: GraphModule, target: Any) -> list[Node]:
 
 def test_waits_stand_behind_the_backward() -> None:
     """all_reduce, wait, mm, ...   ->   all_reduce, mm, ..., all_reduce, wait, wait"""
-    program, _ = boundary(plain_step)
-    module = copy_module(program.module)
-    wait_late(module)
+    planned = Rewritten.copy_of(*boundary(plain_step))
+    wait_late(planned)
+    module = planned.main
     module.graph.lint()
     order = {node: i for i, node in enumerate(module.graph.nodes)}
     starts, waits = found(module, ALL_REDUCE), found(module, WAIT)
@@ -101,8 +101,9 @@ def test_what_is_no_plain_sum_travels_by_itself(options: dict[str, Any]) -> None
 def test_products_add_themselves_to_their_sums() -> None:
     """In the accumulate program; up to the order of the additions."""
     program, fake_mode = boundary(plain_step, closing=frozenset(), backend="inductor")
-    module = copy_module(program.module)
-    add_products(module, fake_mode)
+    copied = Rewritten.copy_of(program, fake_mode)
+    add_products(copied)
+    module = copied.main
     module.graph.lint()
     assert len(found(module, ADD_PRODUCT)) == 4
     assert found(module, torch.ops.aten.copy_.default) == []
@@ -125,6 +126,6 @@ def test_the_generated_code_starts_early_and_adds_products_in_place(
     monkeypatch.setattr(GraphLowering, "save_output_code", staticmethod(code.append))
     program, fake_mode = boundary(plain_step, backend="inductor")
     with inductor_config.patch(_fuse_ddp_communication=python_reducer):
-        lower(program, fake_mode, Options())
+        lower(program, fake_mode, Options(), Journal())
     calls = re.findall(r"^ *torch\.ops\.(\w+\.\w+)", code[0], re.MULTILINE)
     assert calls == ["gradsync_fx.add_product", "gradsync_fx.start"] * 4

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from gradsync_fx.ir.program import Program, output_values
 from gradsync_fx.passes.fuse import write_early
-from gradsync_fx.passes.inline import copy_module
-from gradsync_fx.passes.pointwise_updates import Cut, cut_updates, run_calls
+from gradsync_fx.passes.pointwise_updates import cut_updates, run_calls
+from gradsync_fx.passes.rewritten import Cut, Rewritten
 from tests.drive import plain_step, quick, step_of
 from tests.models import mlp
 from tests.reference import mse, regression
@@ -33,10 +33,10 @@ def boundary_of(step: Callable[..., Any], model: nn.Module, optimizer: Optimizer
 
 
 def cut_of(program: Program) -> tuple[GraphModule, Cut]:
-    main = copy_module(program.module)
-    cut = cut_updates(main)
-    main.graph.lint()
-    return main, cut
+    rewritten = Rewritten.copy_of(program, None)
+    cut_updates(rewritten)
+    rewritten.main.graph.lint()
+    return rewritten.main, rewritten.cut
 
 
 def inputs_of(program: Program) -> list[Tensor]:
@@ -116,8 +116,11 @@ def test_sums_are_written_where_they_are_made() -> None:
     model = mlp()
     step = quick(plain_step, 2)
     step.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), *regression(1, 1)[0][0])
-    module = copy_module(step.programs["accumulate"])
-    write_early(module)
+    (captured,) = step._executor.catalogue.captures
+    program = captured.programs.by_name["accumulate"]
+    rewritten = Rewritten.copy_of(program, captured.facts.capture.fake_mode)
+    write_early(rewritten)
+    module = rewritten.main
     module.graph.lint()
     copies = module.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     assert len(copies) == len(list(model.parameters()))

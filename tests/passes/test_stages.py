@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 import gradsync_fx
 from gradsync_fx.ir.program import Kind
-from gradsync_fx.passes.stages import Stages, cut, is_cut
+from gradsync_fx.passes.stages import Stages, cut_at_updates, is_cut
 from tests.drive import plain_step, quick
 from tests.models import mlp
 from tests.own_optimizers import Counts
@@ -29,7 +29,7 @@ def stages_of(step: Callable[..., Any]) -> Stages:
     with pytest.warns(gradsync_fx.GradSyncWarning):
         run(model, Counts(model.parameters()), *regression(1, 1)[0][0])
     (captured,) = run._executor.catalogue.captures
-    return cut(next(p for p in captured.programs.by_name.values() if is_cut(p)))
+    return cut_at_updates(next(p for p in captured.programs.by_name.values() if is_cut(p)))
 
 
 def test_nothing_is_left_to_do_behind_a_plain_update() -> None:
@@ -50,6 +50,18 @@ def clamped(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> tup
         weight.clamp_(-0.1, 0.1)
     optimizer.zero_grad()
     return loss.detach(), (weight.detach() - before).norm()
+
+
+def test_the_report_tells_of_the_cut() -> None:
+    model = mlp()
+    run = quick(clamped, 1)
+    with pytest.warns(gradsync_fx.GradSyncWarning):
+        run(model, Counts(model.parameters()), *regression(1, 1)[0][0])
+    report = run.report()
+    (entry,) = (e for e in report.passes if e.name == "cut_at_updates")
+    assert entry.program == "boundary"
+    assert min(entry.nodes_before, entry.nodes_after) > 0
+    assert '"cut_at_updates"' in report.to_json()
 
 
 def test_what_reads_the_parameter_as_it_was_gets_a_copy() -> None:

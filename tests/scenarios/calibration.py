@@ -1,64 +1,34 @@
-"""What accumulation gains on two ranks: as estimated from a calibration, and as measured."""
+"""What accumulation gains on two ranks, as estimated from a calibration of this machine."""
 
 from __future__ import annotations
 
-import statistics
-import time
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
+from torch.optim import SGD
 
 import gradsync_fx
-from tests.drive import quick
+from tests.drive import plain_step, quick
 
 
-K, WINDOWS = 4, 5
-
-
-def _step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
-    loss = F.mse_loss(model(x), torch.zeros(()).expand(x.shape[0], 1))
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
-
-
-def _wide() -> tuple[nn.Module, Tensor]:
-    """4 M parameters, two samples."""
-    return nn.Sequential(nn.Linear(2000, 2000), nn.ReLU(), nn.Linear(2000, 1)), torch.randn(2, 2000)
-
-
-def _deep() -> tuple[nn.Module, Tensor]:
-    """40 k parameters, 4,000 samples."""
-    layers = [nn.Sequential(nn.Linear(100, 100), nn.ReLU()) for _ in range(4)]
-    return nn.Sequential(*layers, nn.Linear(100, 1)), torch.randn(4000, 100)
-
-
-def estimate_and_measurement(rank: int) -> dict[str, Any]:
+def estimated(rank: int) -> dict[str, Any]:
+    """Of a model of many parameters and few FLOPs (wide), and one of few parameters and many FLOPs (deep)."""
     found: dict[str, Any] = {}
-    for name, make in (("wide", _wide), ("deep", _deep)):
+    narrow = [nn.Sequential(nn.Linear(100, 100), nn.ReLU()) for _ in range(4)]
+    for name, layers, samples in (
+        ("wide", [nn.Linear(2000, 2000), nn.ReLU(), nn.Linear(2000, 1)], 2),
+        ("deep", [*narrow, nn.Linear(100, 1)], 4000),
+    ):
         torch.manual_seed(0)
-        model, x = make()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-        late = quick(_step, K)
-        each = quick(_step, K, sync_each_batch=True)
-        hardware = gradsync_fx.calibrate(late, model, optimizer, x)
-        seconds: dict[str, list[float]] = {"late": [], "each": []}
-        for _ in range(WINDOWS + 1):
-            for way, step in (("late", late), ("each", each)):
-                torch.distributed.barrier()
-                start = time.perf_counter()
-                for _ in range(K):
-                    step(model, optimizer, x)
-                seconds[way].append(time.perf_counter() - start)
-        typical = {way: statistics.median(times[1:]) for way, times in seconds.items()}
-        predicted = late.report(hardware).predicted
-        found[name] = {
-            "predicted": predicted.window_synced / predicted.window,
-            "measured": typical["each"] / typical["late"],
-        }
+        model = nn.Sequential(*layers)
+        for parameter in model.parameters():
+            torch.distributed.broadcast(parameter.detach(), 0)
+        x = torch.randn(samples, 2000 if name == "wide" else 100)
+        step = quick(plain_step, 4)
+        arguments = model, SGD(model.parameters(), lr=1e-6), x, torch.zeros(samples, 1)
+        hardware = gradsync_fx.calibrate(step, *arguments)
+        predicted = step.report(hardware).predicted
+        found[name] = predicted.window_synced / predicted.window
         found["hardware"] = hardware
     return found

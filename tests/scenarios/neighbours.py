@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gradsync_fx
-from gradsync_fx.comm import inplace_all_reduce, shm_all_reduce
-from gradsync_fx.comm.flat_buffers import allocate, joined
+from gradsync_fx.comm import flat_bucket, shm_all_reduce
+from gradsync_fx.comm.flat_bucket import FlatBuckets
+from gradsync_fx.comm.flat_buffers import allocate
 from gradsync_fx.comm.inplace_all_reduce import START_SUMS, WAIT_SUMS
 from gradsync_fx.comm.rendezvous import Line
 from gradsync_fx.comm.shared_memory import open_room
-from gradsync_fx.comm.shm_all_reduce import find_shared
 from tests.drive import step_of
 from tests.reference import Window
 
@@ -56,9 +56,9 @@ def sent() -> Any:
         sizes.append(flat.numel())
         return reduce(flat, *args)
 
-    reduce: Callable[..., Any] = inplace_all_reduce.ALL_REDUCE_IN_PLACE
+    reduce: Callable[..., Any] = flat_bucket.ALL_REDUCE_IN_PLACE
     with (
-        mock.patch.object(inplace_all_reduce, "ALL_REDUCE_IN_PLACE", send),
+        mock.patch.object(flat_bucket, "ALL_REDUCE_IN_PLACE", send),
         mock.patch.object(shm_all_reduce, "ALL_REDUCE_IN_PLACE", send),
     ):
         yield sizes
@@ -100,8 +100,9 @@ def added_up(rank: int, dtype: torch.dtype, own: bool) -> dict[str, Any]:
     size = sum(form.numel() for form in FORMS) * dtype.itemsize
     room = open_room([size, size]) if own or rank < world - 1 else None
     buckets = [allocate(FORMS, dtype, room) for _ in range(2)]
-    shared = find_shared(Line(group, None), [joined(sums) for sums in buckets])
-    with sent() as sizes, shared.in_use():
+    flat_buckets = FlatBuckets(buckets)
+    shared = flat_buckets.share(Line(group, None), buckets)
+    with sent() as sizes, flat_buckets.in_use(together=True):
         for _ in range(2):
             for sums in buckets:
                 for total in sums:
@@ -110,7 +111,7 @@ def added_up(rank: int, dtype: torch.dtype, own: bool) -> dict[str, Any]:
                 START_SUMS(sums, "sum", group.group_name, dtype)
             for sums in buckets:
                 WAIT_SUMS(sums)
-    return {"sums": buckets, "shared": len(shared), "sent": sizes}
+    return {"sums": buckets, "shared": shared, "sent": sizes}
 
 
 def gone_between(rank: int, when: str) -> dict[str, Any]:
@@ -119,14 +120,15 @@ def gone_between(rank: int, when: str) -> dict[str, Any]:
     assert group is not None
     room = open_room([4 * form.numel() for form in FORMS])
     sums = allocate(FORMS, torch.float32, room)
-    shared = find_shared(Line(group, None), [joined(sums)])
+    flat_buckets = FlatBuckets([sums])
+    flat_buckets.share(Line(group, None), [sums])
     dying = rank == dist.get_world_size() - 1
 
     def die(*_: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     try:
-        with shared.in_use():
+        with flat_buckets.in_use(together=True):
             if dying and when == "before":
                 die()
             START_SUMS(sums, "sum", group.group_name, torch.float32)

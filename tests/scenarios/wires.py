@@ -6,6 +6,7 @@ import torch
 from torch.distributed import group
 
 from gradsync_fx._torch import started_collectives
+from gradsync_fx.comm.flat_bucket import FlatBuckets
 from gradsync_fx.comm.flat_buffers import allocate
 from gradsync_fx.comm.inplace_all_reduce import START_SUMS, WAIT_SUMS
 
@@ -13,21 +14,22 @@ from gradsync_fx.comm.inplace_all_reduce import START_SUMS, WAIT_SUMS
 FORMS = [torch.empty(2, 3), torch.empty(()), torch.empty(5)]
 
 
-def reduced(rank: int, place: str, wire: torch.dtype) -> list[torch.Tensor]:
-    """Sums of 1/3 on rank 0 and 2/3 on rank 1. place: "joined", or "apart"."""
+def reduced(rank: int, layout: str, wire: torch.dtype, known: bool) -> list[torch.Tensor]:
+    """Sums of 1/3 on rank 0 and 2/3 on rank 1. layout: "flat", or "apart". known: the step has a bucket of them."""
     sums = (
         allocate(FORMS, torch.float32)
-        if place == "joined"
+        if layout == "flat"
         else [torch.zeros(f.shape) for f in FORMS]
     )
     others = allocate(FORMS, torch.float32)
     for total in sums:
         total.fill_((1 + rank) / 3)
     name = group.WORLD.group_name
-    START_SUMS(sums, "sum", name, wire)
-    START_SUMS(others, "sum", name, wire)
-    WAIT_SUMS(sums)
-    WAIT_SUMS(others)
+    with FlatBuckets([sums] if known else []).in_use():
+        START_SUMS(sums, "sum", name, wire)
+        START_SUMS(others, "sum", name, wire)
+        WAIT_SUMS(sums)
+        WAIT_SUMS(others)
     assert all(not total.any() for total in others)
     return sums
 

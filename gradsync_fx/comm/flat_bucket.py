@@ -1,0 +1,153 @@
+"""A bucket at run time: its running sums, the flat tensor below them, and how that is reduced.
+
+sent          one all-reduce of the flat tensor as it lies; of a copy, where the wire has another dtype or the sums
+              do not lie in one stretch (a bucket by name, saved sums of another layout, a running weight among them)
+in memory     never sent: the ranks of one machine add it up where it lies (shm_all_reduce.py)
+
+The two ops in inplace_all_reduce.py are given tensors. They find the bucket in the `FlatBuckets` of the captured step
+that runs: its only owner, which holds the tensors as well, so that no other tensor can lie where they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+
+from gradsync_fx.comm.flat_buffers import contiguous_view
+from gradsync_fx.comm.rendezvous import Line
+from gradsync_fx.comm.shm_all_reduce import SharedBucket, SharedSums, find_shared
+from gradsync_fx.ir.ops import ALL_REDUCE_IN_PLACE, WAIT
+
+
+class FlatBucket:
+    """One bucket of running sums.
+
+    sums: views of `flat`, or tensors anywhere. They stay the same.
+    flat: the contiguous view of all sums; None where they do not lie in one stretch.
+    shared: the bucket on all ranks, where each rank reaches it in memory. None until the ranks have found that out.
+    sent: what is being reduced over the wire; None but between a start and its wait.
+    """
+
+    def __init__(self, sums: Sequence[torch.Tensor]) -> None:
+        self.sums = tuple(sums)
+        self.flat = contiguous_view(self.sums)
+        self.shared: SharedBucket | None = None
+        self.sent: torch.Tensor | None = None
+
+    def start(self, op: str, group: str, wire: torch.dtype) -> None:
+        """Starts its all-reduce. From here until the wait nobody may read or write the sums."""
+        flat = self.flat
+        if flat is None:
+            flat = torch.cat([total.reshape(-1) for total in self.sums])
+        self.sent = flat.to(wire)
+        ALL_REDUCE_IN_PLACE(self.sent, op, group)
+
+    def wait(self) -> None:
+        """From here on the sums are reduced."""
+        assert self.sent is not None
+        reduced, self.sent = WAIT(self.sent), None
+        if self.flat is None:
+            parts = reduced.split([total.numel() for total in self.sums])
+            for total, part in zip(self.sums, parts, strict=True):
+                total.copy_(part.view(total.shape))
+        elif reduced.dtype is not self.flat.dtype:
+            self.flat.copy_(reduced)
+
+
+# Where the sums of a bucket lie. Buckets with equal keys hold no elements, or are the same one.
+_Key = tuple[tuple[int, int], ...]
+
+
+def _key(sums: Iterable[torch.Tensor]) -> _Key:
+    return tuple((total.data_ptr(), total.numel()) for total in sums)
+
+
+class FlatBuckets:
+    """The buckets of one captured step, and which of them are being reduced.
+
+    Any other sums that its programs reduce (with a running weight, say) are a bucket for as long as that takes.
+    """
+
+    def __init__(self, buckets: Iterable[Sequence[torch.Tensor]]) -> None:
+        """buckets: the running sums of each."""
+        self._known = {_key(sums): FlatBucket(sums) for sums in buckets}
+        self._started: dict[_Key, FlatBucket] = {}
+        self._in_memory: SharedSums | None = None
+        self._together = False
+
+    @property
+    def settled(self) -> bool:
+        """Whether the ranks have found out which buckets they share in memory."""
+        return self._in_memory is not None
+
+    def share(self, line: Line, buckets: Sequence[Sequence[torch.Tensor]]) -> int:
+        """Finds which of these buckets every rank reaches on every other; all ranks ask together. How many they are.
+
+        line: with a group. buckets: the sums of each, the same ones on all ranks.
+        """
+        assert line.group is not None
+        mine = [self._known[_key(sums)] for sums in buckets]
+        found = find_shared(line, [bucket.flat for bucket in mine])
+        for bucket, shared in zip(mine, found, strict=True):
+            bucket.shared = shared
+        self._in_memory = SharedSums(line.group.group_name)
+        return sum(bucket.shared is not None for bucket in mine)
+
+    @contextmanager
+    def in_use(self, *, together: bool = False) -> Iterator[None]:
+        """The two ops, called in this block, are about these buckets.
+
+        together: whether all ranks run the block, so that shared buckets are added up in memory. An inner block leaves
+        that as it is. What a program that was cut off has started is forgotten.
+        """
+        if _IN_USE.get() is self:
+            yield
+            return
+        token, self._together = _IN_USE.set(self), together and self.settled
+        try:
+            yield
+        finally:
+            _IN_USE.reset(token)
+            self._together = False
+            self._forget()
+
+    def _forget(self) -> None:
+        for bucket in self._started.values():
+            bucket.sent = None
+        self._started.clear()
+        if self._in_memory is not None:
+            self._in_memory.forget()
+
+    def start(self, sums: Sequence[torch.Tensor], op: str, group: str, wire: torch.dtype) -> None:
+        """This rank's terms of a bucket are all in: its reduction starts."""
+        key = _key(sums)
+        bucket = self._started[key] = self._known.get(key) or FlatBucket(sums)
+        shared = bucket.shared if self._together and wire is sums[0].dtype else None
+        if shared is not None and self._in_memory is not None:
+            self._in_memory.start(shared)
+        else:
+            bucket.start(op, group, wire)
+
+    def wait(self, sums: Sequence[torch.Tensor]) -> None:
+        """From here on these sums are reduced."""
+        bucket = self._started.pop(_key(sums))
+        if bucket.sent is not None:
+            bucket.wait()
+        else:
+            assert self._in_memory is not None
+            assert bucket.shared is not None
+            self._in_memory.wait(bucket.shared)
+
+
+_IN_USE: ContextVar[FlatBuckets | None] = ContextVar("gradsync_fx buckets", default=None)
+
+
+def buckets_in_use() -> FlatBuckets:
+    """Those of the captured step that runs here."""
+    buckets = _IN_USE.get()
+    if buckets is None:
+        raise RuntimeError("a program of gradsync_fx reduces its sums only in a call of its step")
+    return buckets

@@ -1,0 +1,127 @@
+"""A program on its way to a compiler: what the passes of lowering work on, as a draft is what those before it work on.
+
+main      the program's graph, in the end without what the host runs after it
+updates   kernels, each one graph that the host runs over many parameters (pointwise_updates.py)
+cut       the host's calls of them, in their order, and what the main program hands to them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import Graph, GraphModule, Node
+
+from gradsync_fx._torch import FakeTensorMode
+from gradsync_fx.ir.program import Program
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor that the host hands to a kernel.
+
+    kind: "input" of the program, or "extra": an output that the main program has for this.
+    index: among those of its kind.
+    """
+
+    kind: str
+    index: int
+
+
+@dataclass(slots=True, eq=False)
+class Kernel:
+    """An update of one parameter, whichever it is.
+
+    module: its graph, which also runs as it stands, on tensors of any shape. Inputs: n, the `written` tensors
+        (parameter, state), the gradient, other state, then tensors of one element. It writes in place, and gives
+        nothing.
+    fake_mode: of its values, whose one dimension has a symbolic size.
+    written: how many tensors it writes; so the gradient's position among the tensors.
+    resets: whether the gradient is a running sum, which it zeroes.
+    run: the compiled form, for flat views. None until lowering sets it.
+    """
+
+    module: GraphModule
+    fake_mode: FakeTensorMode
+    written: int
+    resets: bool
+    run: Callable[[list[Any]], Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCall:
+    """One parameter's update.
+
+    tensors: those with elements to go over, in the kernel's order; the gradient at `kernel.written`.
+    scalars: those of one element.
+    """
+
+    kernel: Kernel
+    tensors: tuple[Operand, ...]
+    scalars: tuple[Operand, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Before the calls that read them: the sums of a bucket, whose all-reduce may still run after the main program."""
+
+    sums: tuple[Operand, ...]
+
+
+@dataclass(slots=True)
+class Cut:
+    """What was cut out of a program, by `cut_updates`.
+
+    calls: in the host's order.
+    extras: the outputs that the main program has after the program's own, for the calls.
+    """
+
+    calls: list[KernelCall | Wait] = field(default_factory=list)
+    extras: list[Node] = field(default_factory=list)
+
+    @property
+    def kernels(self) -> list[Kernel]:
+        """Each once."""
+        return list(dict.fromkeys(c.kernel for c in self.calls if isinstance(c, KernelCall)))
+
+
+@dataclass(slots=True)
+class Rewritten:
+    """What a compiler is handed for a program. Passes change all of it but the program, which stays readable.
+
+    program: the verified one.
+    main: its graph. Inputs: the program's; outputs: the program's, then the extras of `cut`.
+    fake_mode: of the values in `main`.
+    cut: empty until `cut_updates`.
+    updates: what is compiled of each kernel: a copy of its graph.
+    settings: Inductor's, unless the user sets them.
+    """
+
+    program: Program
+    main: GraphModule
+    fake_mode: Any
+    cut: Cut = field(default_factory=Cut)
+    updates: dict[Kernel, GraphModule] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def copy_of(cls, program: Program, fake_mode: Any) -> Rewritten:
+        """A program of which nothing is rewritten yet."""
+        return cls(program, copy_module(program.module), fake_mode)
+
+    @property
+    def name(self) -> str:
+        return self.program.name
+
+    def modules(self) -> list[GraphModule]:
+        """All its graphs, the main one first."""
+        return [self.main, *self.updates.values()]
+
+
+def copy_module(module: GraphModule) -> GraphModule:
+    """A copy of a program's graph over the same tensors and submodules: compilers rewrite what they are given."""
+    graph = Graph()
+    values = graph.graph_copy(module.graph, {})
+    graph.output(values)
+    return GraphModule(module, graph)
