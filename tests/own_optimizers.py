@@ -35,7 +35,7 @@ class Own(Optimizer):
         return group["lr"]
 
     def begin(self) -> None:
-        """What is done ahead of the parameters."""
+        """What is done before the parameters."""
 
     @torch.no_grad()
     def step(self, closure: Any = None, factor: float = 1.0) -> Any:
@@ -78,7 +78,7 @@ class Constant(Own):
 
 
 class Decorated(Own):
-    """A decorator of the user's own round `step` is part of it."""
+    """A decorator of the user's own around `step` is part of it."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
@@ -306,7 +306,7 @@ class Centralised(torch.optim.AdamW):
 
 
 def hooked(model: nn.Module) -> Optimizer:
-    """A constraint of the weights, as a hook behind each update."""
+    """A constraint of the weights, as a hook after each update."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 
     def constrain(*args: Any) -> None:
@@ -319,7 +319,7 @@ def hooked(model: nn.Module) -> Optimizer:
 
 
 def replaced(model: nn.Module) -> Optimizer:
-    """An optimizer whose step somebody put another one round."""
+    """An optimizer whose `step` somebody wrapped."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plain = optimizer.step
 

@@ -81,7 +81,7 @@ def accumulation(
 ) -> Run:
     """The loop that everybody writes: loss / k, backward, and after k of them one update.
 
-    before, after: called round the update, for clipping and schedulers. Under DDP, `no_sync` round forward and
+    before, after: called around the update, for clipping and schedulers. Under DDP, `no_sync` around forward and
     backward of every micro-step but a window's last, unless not `quiet`.
     """
     run = Run()

@@ -352,7 +352,7 @@ def test_the_boundary_is_off_by_one() -> None:
 
 def test_no_sync_round_everything() -> None:
     def train(ddp: DistributedDataParallel, optimizer: Optimizer, data: Batches) -> None:
-        with ddp.no_sync():  # culprit: round everything
+        with ddp.no_sync():  # culprit: around everything
             for i, (x, y) in enumerate(data):
                 (loss_of(ddp, x, y) / K).backward()
                 if i % K == 1:
@@ -360,7 +360,7 @@ def test_no_sync_round_everything() -> None:
                     optimizer.zero_grad()
 
     diagnosis = diagnose(train, *parts(), batches(), micro_steps=K)
-    only(diagnosis, "boundary-not-reduced", "error", "round everything", "nor is any other")
+    only(diagnosis, "boundary-not-reduced", "error", "around everything", "nor is any other")
 
 
 # 5 to 9: one loop for all, with a place for each mistake.
@@ -375,7 +375,7 @@ def loop(
     zero: bool = True,
     closes: Callable[[int], bool] = lambda i: i % K == 1,
 ) -> Callable[[DistributedDataParallel, Optimizer, Batches], None]:
-    """before: ahead of each forward. micro: after each backward. boundary: in the place of the step."""
+    """before: called before each forward. micro: after each backward. boundary: in place of the step."""
 
     def train(ddp: DistributedDataParallel, optimizer: Optimizer, data: Batches) -> None:
         for i, (x, y) in enumerate(data):

@@ -502,7 +502,7 @@ def test_a_state_that_was_tampered_with(half: Alone, how: str, words: str, captu
 
 
 def test_a_sum_of_another_shape_is_refused_at_every_call(half: Alone) -> None:
-    """Loaded ahead of the first call, it is compared when the parameters are known."""
+    """Loaded before the first call, it is compared when the parameters are known."""
     state = half.step.state_dict()
     state["rank0"]["accumulators"]["a.bias"] = torch.zeros(7)
     later = Alone(None)

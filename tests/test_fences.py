@@ -1,4 +1,4 @@
-"""What users do round a step, at its fences: loading, new groups, hooks, several updates, methods, exceptions."""
+"""What users do around a step, at its edges: loading, new groups, hooks, several updates, methods, exceptions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step does with its gradients, between backward and update and round them, it does to those of the window.
+"""What a step does with its gradients, between backward and update and around them, it does to those of the window.
 
 Clipping; zeroing, in every place and spelling; several backwards in one step.
 """

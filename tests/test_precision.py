@@ -95,7 +95,7 @@ def test_the_wire_rounds_the_sum_once(ranks: Ranks, wire: torch.dtype) -> None:
     """Rank sums of 257 and 3: the sums are rounded for the wire, not their terms."""
     for weight, sums in ranks(precision.on_the_wire, wire):
         local = torch.tensor([256.0 + 1.0, 3.0])
-        ahead = 4 if wire is torch.float16 else 1  # divided ahead of a wire whose range is narrow
+        ahead = 4 if wire is torch.float16 else 1  # divided before a wire whose range is narrow
         wanted = (local / ahead).to(wire).sum().float() / (4 / ahead)
         assert weight == -wanted.item()
         assert sums == {"w": torch.float32}

@@ -28,7 +28,7 @@ PATIENCE = 60.0
 
 
 def trained(number: int, together: Callable[[], Any] = lambda: None, windows: int = 6) -> nn.Module:
-    """A model of its own, some windows on. together: called ahead of the first call."""
+    """A model of its own, some windows on. together: called before the first call."""
     generator = torch.Generator().manual_seed(number)
     model = mlp()
     with torch.no_grad():

@@ -67,7 +67,7 @@ def truth(
     loss_of: LossOf,
     before: Callable[[], object] | None = None,
 ) -> list[dict[str, Tensor]]:
-    """The model after each update. before: called ahead of each update, for clipping."""
+    """The model after each update. before: called before each update, for clipping."""
     states = []
     for slots in windows(scripts, rules.k):
         slots = [s for s in slots if not (rules.skip_nonfinite and s.bad)]

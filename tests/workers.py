@@ -80,7 +80,7 @@ class Ranks:
     ) -> list[Any]:
         """What `scenario(rank, *args)`, a top-level function, returns on each rank.
 
-        A scenario that fails on any rank fails here, and costs all of them: they may stand at different places.
+        A scenario that fails on any rank fails here, and costs all of them: they may stand at different points.
         """
         if not self._processes:
             self._start()

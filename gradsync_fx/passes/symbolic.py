@@ -179,7 +179,7 @@ class Machine:
         if ref.root in self.under_way:
             raise Fault("it is read while its reduction is under way")
         if ref.root in self._pending and not self._has_arrived(ref):
-            raise Fault("the result of a collective is read ahead of its wait")
+            raise Fault("the result of a collective is read before its wait")
         term = self.memory[ref.root]
         for op, args in ref.path:
             term = self.terms.of(op, (term, *args), {})

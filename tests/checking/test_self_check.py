@@ -49,7 +49,7 @@ def classified(model: nn.Module, optimizer: Any, scheduler: Any, x: Tensor, y: T
 
 
 def test_dropout_statistics_clipping_and_a_scheduler() -> None:
-    """A bias ahead of BatchNorm has a gradient of noise alone, which Adam makes steps of full size from."""
+    """A bias before BatchNorm has a gradient of noise alone, which Adam makes steps of full size from."""
     model = Convnet(dropout=0.5)
     optimizer = adamw(model)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)

@@ -1,6 +1,6 @@
 """A case of the fuzzer: plain data, from which a model, a step, batches and everything else are made.
 
-Models have no parameter whose gradient is zero but for rounding (a bias ahead of a norm): Adam makes steps of full size
+Models have no parameter whose gradient is zero but for rounding (a bias before a norm): Adam makes steps of full size
 from such noise, in eager as well.
 """
 

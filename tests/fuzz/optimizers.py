@@ -30,7 +30,7 @@ HABITS = (
     "edit",  # gradients changed in place
     "twice",  # a second loop over the parameters
     "model",  # the model's own list of parameters
-    "decay",  # the parameter itself, ahead of its gradient
+    "decay",  # the parameter itself, before its gradient
 )
 
 

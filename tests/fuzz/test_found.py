@@ -82,8 +82,8 @@ GRAPHS = {
     "shifted inputs": Sketch(
         data=(1, 1, 1), writes=((1, 1), (0, 3)), script=(("call", 0), ("call", 1))
     ),
-    # A gradient is read (to clip it, to update with it) ahead of the last one of its bucket: no order was possible.
-    "read ahead of its bucket": Sketch(
+    # A gradient is read (to clip it, to update with it) before the last one of its bucket: no order was possible.
+    "read before its bucket": Sketch(
         rounds=(Round(update="by hand"), Round(sources=(1,))),
         parameters=((1, 0), (1, 0)),
         data=(1, 1),
@@ -99,7 +99,7 @@ GRAPHS = {
         world=2,
         script=(("call", 1), ("call", 1)),
     ),
-    # The weight of gradients that the step joins and reduces itself travels alone: the proof did not allow for it.
+    # The weight of gradients that the step joins and reduces itself is sent alone: the proof did not allow for it.
     "weight alone": Sketch(
         rounds=(Round(sync="flat"),),
         weight=1,
@@ -119,7 +119,7 @@ def test_found_graphs(name: str) -> None:
 
 @pytest.mark.captured
 def test_two_models_trained_in_turn() -> None:
-    """The graphs' "read ahead of its bucket", as a user writes it: one all-reduce, and the first norm behind it."""
+    """The graphs' "read before its bucket", as a user writes it: one all-reduce, and the first norm after it."""
 
     def step(models: list[nn.Module], optimizers: list[Optimizer], x: Tensor, y: Tensor) -> None:
         for model, optimizer in zip(models, optimizers, strict=True):

@@ -69,7 +69,7 @@ def test_each_is_right_in_a_step_that_runs_eagerly(name: str) -> None:
 def two_updates(
     nets: nn.ModuleDict, one: Optimizer, other: Optimizer, z: Tensor, x: Tensor
 ) -> tuple[Tensor, ...]:
-    """A GAN's step with all that may stand behind an update: clipped weights, an average, norms, and a second half."""
+    """A GAN's step with all that may stand after an update: clipped weights, an average, norms, and a second half."""
     fake = nets["g"](z)
     loss = F.softplus(-nets["d"](x)).mean() + F.softplus(nets["d"](fake.detach())).mean()
     loss.backward()

@@ -213,7 +213,7 @@ def test_a_collective_read_ahead_of_its_wait() -> None:
     waited.replace_all_uses_with(started)
     waited.update_arg(0, started)
     lowered.found(_aten.copy_.default)[-1].append(waited)
-    lowered.refused("ahead of its wait")
+    lowered.refused("before its wait")
 
 
 def test_a_parameter_written_ahead_of_the_forward() -> None:

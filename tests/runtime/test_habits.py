@@ -1,4 +1,4 @@
-"""What is left of plain accumulation in a step, or in the loop round it, is warned about at the first call, once."""
+"""What is left of plain accumulation in a step, or in the loop around it, is warned about at the first call, once."""
 
 from __future__ import annotations
 

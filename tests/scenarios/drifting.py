@@ -16,7 +16,7 @@ from tests.scenarios.common import data_of
 
 
 def drifting(rank: int, how: str, at: int, updates: int) -> dict[str, Any]:
-    """One update a call. how: what rank 1 does ahead of call `at` (1-based)."""
+    """One update a call. how: what rank 1 does before call `at` (1-based)."""
     torch.manual_seed(0)
     net = mlp()
     model = DistributedDataParallel(net)

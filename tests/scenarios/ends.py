@@ -1,4 +1,4 @@
-"""Ranks whose data end at different places, or that skip a slot of a window."""
+"""Ranks whose data end at different points, or that skip a slot of a window."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks do to which a fault happens: two windows, saved ahead of each call; and what they see of it."""
+"""What ranks do to which a fault happens: two windows, saved before each call; and what they see of it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ STRIKES = {f.__name__: f for f in (kill, interrupt, fail)}
 class Fault:
     """Where it strikes, whom, in which call, and how.
 
-    where: "compiling", "tracing", "saving", or the place in a program: "start", "reduction" (ahead of the first
+    where: "compiling", "tracing", "saving", or the place in a program: "start", "reduction" (before the first
     all-reduce), "writing" (between the first two writes).
     """
 
@@ -81,7 +81,7 @@ class Fault:
 
 
 class Struck(Interpreter):
-    """Runs a program node by node; `strike` comes ahead of one node."""
+    """Runs a program node by node; `strike` comes before one node."""
 
     def __init__(self, module: GraphModule, where: str, strike: Callable[[], None]) -> None:
         super().__init__(module, garbage_collect_values=False)
@@ -121,7 +121,7 @@ class Backend:
 
 
 def saved_for_all(folder: str, world: int) -> int:
-    """The newest call ahead of which every rank has saved."""
+    """The newest call before which every rank has saved."""
     names = {path.name for path in Path(folder).glob("*.rank*")}
     whole = [i for i in range(CALLS) if all(f"{i}.rank{r}" in names for r in range(world))]
     return max(whole, default=0)
@@ -130,7 +130,7 @@ def saved_for_all(folder: str, world: int) -> int:
 def train(
     rank: int, world: int, folder: str, fault: Fault | None, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Goes on from the newest files; saves ahead of each call. How it ended, and what the window is like then."""
+    """Goes on from the newest files; saves before each call. How it ended, and what the window is like then."""
     mine = fault if fault is not None and fault.rank == rank else None
     backend: Any = Backend(mine) if options.get("backend") is None else options["backend"]
     model, optimizer = fresh()

@@ -27,7 +27,7 @@ import gradsync_fx
 Row = dict[str, Any]
 ROWS = 6  # of a micro-batch
 EXPECTED = (
-    "lr_scheduler.step",  # the other optimizer's scheduler, ahead of its own first window's end
+    "lr_scheduler.step",  # the other optimizer's scheduler, before its own first window's end
     "bf16 and fp16 are mixed",  # Inductor, of Muon's products beside a float16 wire
     "without a single term",  # a last window that holds nothing finite makes no update
 )

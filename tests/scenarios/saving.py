@@ -69,7 +69,7 @@ def _data(rank: int) -> list[tuple[Tensor, ...]]:
 
 
 def through_files(rank: int, folder: str, options: dict[str, Any], stop: int | None) -> Any:
-    """stop None: runs through, saving ahead of each call. Else: loads what was saved ahead of call `stop`."""
+    """stop None: runs through, saving before each call. Else: loads what was saved before call `stop`."""
     run = Run(options)
     start = 0
     if stop is not None:

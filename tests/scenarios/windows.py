@@ -115,7 +115,7 @@ def inner_module(rank: int) -> list[Run]:
 
 
 def nested(rank: int) -> dict[str, Any]:
-    """A plain module whose parts are each in DDP: their gradients travel together."""
+    """A plain module whose parts are each in DDP: their gradients are sent together."""
 
     class Outer(nn.Module):
         def __init__(self) -> None:
