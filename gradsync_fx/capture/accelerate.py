@@ -1,4 +1,4 @@
-"""What a trace does at the calls of Hugging Face Accelerate: one window, which is the step's own.
+"""Handlers at the calls of Hugging Face Accelerate: its own window gives way to the step's.
 
 accelerator.backward(loss)       loss.backward(): the division by Accelerate's k is left out, the window has its own;
                                  that k may be 1, its default, or the step's, and is an error where it is another

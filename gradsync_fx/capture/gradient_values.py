@@ -1,4 +1,4 @@
-"""`p.grad = g` with a gradient that is a value: of torch.func, torch.autograd.grad, or made by hand.
+"""Handles `p.grad = g`: gradients of torch.func or torch.autograd.grad, or made by hand.
 
 It counts like one of `backward()`: a marker stands where it is assigned. A value that is made of a marked gradient
 (scaled, projected, clipped) and assigned again gets none: it is what the step does with the window's gradient.

@@ -1,4 +1,4 @@
-"""Handlers: what a trace puts in place of the calls that make a training step.
+"""Handlers: what a trace does in place of the calls that make a training step.
 
 loss.backward()         torch.autograd.grad over the leaves, then one `leaf_grad` marker each; `.grad` starts as None
 optimizer.step()        one `update` marker; the optimizer's own code is traced apart (trace.py)

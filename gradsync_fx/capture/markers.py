@@ -1,4 +1,4 @@
-"""What a step says about itself while it is traced: its weight, and that it has ended."""
+"""Calls by which a step tells its trace something: the micro-batch's weight, and that it has ended."""
 
 from __future__ import annotations
 

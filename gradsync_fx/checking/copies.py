@@ -1,4 +1,4 @@
-"""A step with copies of all that it touches: arguments, what its closure and its globals hold, functions of the user.
+"""Copies a step with all that it touches: arguments, what its closure and globals hold, the user's functions.
 
 One memo for everything: an optimizer's copy holds the parameters of the model's copy. Shared with the original are
 only classes, modules, functions that hold nothing, and process groups.

@@ -1,8 +1,8 @@
-"""Effects of a step that runs eagerly, with the rules of effects.py: what belongs to the update waits for it.
+"""Defers effects of a step that runs eagerly, by the rules of effects.py: what belongs to the update waits for it.
 
 A trace reads from its graph what depends on gradients and on updated parameters. Here the same is followed while the
 step runs: for each storage that it makes is known what it is made of. A write of such a value to what was there before
-the call is made for real where the window ends with the call; elsewhere it is made on a copy, which nobody sees.
+the call is made for real where the window ends with the call; elsewhere it is made on a copy, which is dropped.
 
 Such writes are noted with all that they are made of (actions.py): a window that ends without data makes them
 again. They have to be the same in all calls of a window: a Python number that counts calls would end in an average

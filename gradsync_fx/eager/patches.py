@@ -1,4 +1,4 @@
-"""torch's calls that make a training step, while one runs eagerly: what they do at a boundary and on other calls.
+"""Patches torch's calls that make a training step, while one runs eagerly: what they do at a boundary and otherwise.
 
                     accumulate call                         boundary
 backward            as always                               as always

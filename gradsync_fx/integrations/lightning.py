@@ -1,4 +1,4 @@
-"""A training step from a `LightningModule`, as Lightning's Trainer makes one of its methods.
+"""Makes a training step from a `LightningModule`, as Lightning's Trainer does in its loop.
 
 step = gradsync_fx.optimize(step_of(module), gradient_accumulation_steps=4)
 for batch in loader:

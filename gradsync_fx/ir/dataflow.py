@@ -1,4 +1,4 @@
-"""Reachability in a graph: which nodes depend on which, each query in time linear in the graph."""
+"""Reachability in a graph: which nodes depend on which, in time linear in the graph however much is asked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A file that is whole or not there: written beside its path and moved there; checked, and taken as data, when read."""
+"""Atomic files: written beside their path and moved there, so that a file is whole or absent; checked when read."""
 
 from __future__ import annotations
 

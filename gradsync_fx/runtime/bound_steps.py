@@ -1,4 +1,4 @@
-"""Optimized steps that are methods: each object has its own of each, with a window of its own.
+"""Optimized steps that are methods: each object has a step, with a window, of its own.
 
 They are kept in the object's `__dict__`, under a name that no attribute has: an override, `super()`, and the same step
 under a second name all lead to the step that the class has there. They live as long as the object does.

@@ -1,4 +1,4 @@
-"""What a loop around an optimized step still does that belongs to plain accumulation, read in the caller's source.
+"""Finds leftovers of plain accumulation in the loop around an optimized step, by reading the caller's source.
 
 for i, batch in enumerate(loader):
     with model.no_sync():                                       # windows are the step's own
