@@ -120,8 +120,6 @@ def optimizers_of(row: Row, model: nn.Module) -> list[Optimizer]:
     adam: dict[str, Any] = {"lr": 0.02, "eps": 1e-2, "weight_decay": 0.1}
     if which == "sgd":
         return [torch.optim.SGD(params, lr=0.2)]
-    if which == "momentum":
-        return [torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)]
     if which == "adamw":
         return [torch.optim.AdamW(params, **adam)]
     if which == "adamw fused":
