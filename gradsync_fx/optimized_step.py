@@ -36,6 +36,7 @@ from gradsync_fx.runtime.window_ops import (
     warn_of_pending,
 )
 from gradsync_fx.threads import OneAtATime
+from gradsync_fx.wording import number_of
 
 
 log = logging.getLogger(__name__)
@@ -224,7 +225,8 @@ class OptimizedStep(Generic[P, R]):
         if isinstance(given, Mapping):
             k = ", ".join(f"{n} for {type(o).__name__}" for o, n in given.items())
         named = getattr(self, "__qualname__", self._name)
-        so_far = f"{window.pending} micro-steps pending, {window.optimizer_step} updates"
+        pending = number_of(window.pending, "micro-step")
+        so_far = f"{pending} pending, {number_of(window.optimizer_step, 'update')}"
         return f"<{type(self).__name__} {named}: k={k}, {self._dispatch}, {so_far}>"
 
     def __reduce_ex__(self, protocol: Any) -> Any:

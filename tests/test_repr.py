@@ -26,7 +26,7 @@ def test_a_captured_step() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for batch in regression(1, 3)[0]:
         step(model, optimizer, *batch)
-    said = "<OptimizedStep plain_step: k=2, captured, 1 micro-steps pending, 1 updates>"
+    said = "<OptimizedStep plain_step: k=2, captured, 1 micro-step pending, 1 update>"
     assert repr(step) == said
     step.discard()
 
@@ -40,7 +40,7 @@ def test_an_eager_step_says_why() -> None:
     said = repr(step)
     assert said.startswith("<OptimizedStep untraceable_step: k=1, runs eagerly, as it cannot be ")
     assert "drive.py:" in said
-    assert said.endswith("0 micro-steps pending, 1 updates>")
+    assert said.endswith("0 micro-steps pending, 1 update>")
 
 
 def test_a_window_for_each_optimizer() -> None:
