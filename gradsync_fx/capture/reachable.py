@@ -193,7 +193,6 @@ def _of_import(
 def _is_users_own(value: Any) -> bool:
     """Whether it is a module or a class of the user's own."""
     module = sys.modules.get(value.__module__) if isinstance(value, type) else value
-    own = isinstance(module, ModuleType)
-    return own and (
-        module.__name__ == "__main__" or not is_library(getattr(module, "__file__", None))
-    )
+    if not isinstance(module, ModuleType):
+        return False
+    return module.__name__ == "__main__" or not is_library(getattr(module, "__file__", None))
