@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, TypeVar, get_overloads, overload
 import torch
 from torch.distributed import ProcessGroup
 
+from gradsync_fx.errors import OptionError
 from gradsync_fx.optimized_step import OptimizedStep
 from gradsync_fx.options import (
     Backend,
@@ -119,8 +120,27 @@ def optimize(train_step: Callable[..., Any] | None = None, **options: Any) -> An
     """
     checked = Options.of(options)
     if train_step is None:
-        return lambda function: OptimizedStep(function, checked)
-    return OptimizedStep(train_step, checked)
+        return lambda function: _step(function, checked)
+    return _step(train_step, checked)
+
+
+def _step(train_step: Any, options: Options) -> OptimizedStep[..., Any]:
+    kind = type(train_step).__name__
+    if isinstance(train_step, classmethod | staticmethod):
+        raise OptionError(
+            "argument 'train_step'",
+            seen=f"a {kind}: this decorator stands above @{kind}",
+            wanted="the function itself, which is one training step",
+            fix=f"put @{kind} above @gradsync_fx.optimize(...)",
+        )
+    if not callable(train_step):
+        raise OptionError(
+            "argument 'train_step'",
+            seen=f"{train_step!r} of type {kind}, which cannot be called",
+            wanted="the function that is one training step",
+            fix="pass the function itself, and options by their names",
+        )
+    return OptimizedStep(train_step, options)
 
 
 # What `help` and interactive shells show: an unknown argument is an `OptionError`, which lists the legal ones.

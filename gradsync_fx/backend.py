@@ -13,7 +13,7 @@ nothing.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 from unittest import mock
 
@@ -122,7 +122,15 @@ def _take_the_next_compilation(backend: _Backend) -> None:
 def _compiled(function: Any, given: dict[str, Any], dynamic: bool | None) -> Any:
     if isinstance(function, nn.Module):
         return _plain(function, dynamic)
-    options = dict(given.get("options", {}))
+    asked = given.get("options", {})
+    if not isinstance(asked, Mapping):
+        raise OptionError(
+            "argument 'options'",
+            seen=f"{asked!r} of type {type(asked).__name__}",
+            wanted="a mapping from names of gradsync_fx.optimize's arguments to their values",
+            fix='write options={"gradient_accumulation_steps": 4}, say',
+        )
+    options = dict(asked)
     if "mode" in given:
         options["mode"] = given["mode"]
     if dynamic is not None:

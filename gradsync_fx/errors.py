@@ -28,7 +28,9 @@ class GradSyncError(Exception):
 
 
 def _made_again(kind: type[GradSyncError], culprit: str, parts: dict[str, str]) -> GradSyncError:
-    return kind(culprit, **parts)
+    made = kind.__new__(kind, culprit)
+    GradSyncError.__init__(made, culprit, **parts)  # a subclass may take other arguments
+    return made
 
 
 class OptionError(GradSyncError, ValueError):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import math
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, Literal, TypedDict, get_args, get_origin
 
 import torch
-from torch.distributed import ProcessGroup
+from torch.distributed import GroupMember, ProcessGroup
 from torch.optim import Optimizer
 
 from gradsync_fx._torch import inductor_config, list_mode_options
@@ -64,23 +64,24 @@ class Options:
         for name in ("sync_each_batch", "skip_nonfinite", "self_check"):
             if not isinstance(getattr(self, name), bool):
                 raise _bad(name, getattr(self, name), "True or False")
-        cap = self.bucket_cap_mb
-        if not isinstance(cap, int | float) or math.isnan(cap) or cap <= 0:
-            raise _bad("bucket_cap_mb", cap, "a number of MiB above 0")
-        limit = self.rank_timeout
-        if limit is not None and not (isinstance(limit, int | float) and 0 < limit < math.inf):
-            raise _bad("rank_timeout", limit, "None or a number of seconds above 0")
+        if not _is_positive(self.bucket_cap_mb):
+            raise _bad("bucket_cap_mb", self.bucket_cap_mb, "a number of MiB above 0")
+        if self.rank_timeout is not None and not _is_positive(self.rank_timeout):
+            raise _bad("rank_timeout", self.rank_timeout, "None or a number of seconds above 0")
         for name in ("accumulator_dtype", "reduce_dtype"):
             dtype = getattr(self, name)
-            if dtype is not None and not (
-                isinstance(dtype, torch.dtype) and dtype.is_floating_point
-            ):
-                raise _bad(name, dtype, "None or a floating torch.dtype")
-        left_out = self.without
-        if isinstance(left_out, str) or not set(left_out) <= set(OPTIMIZATIONS):
+            if dtype is not None and not _has_sums(dtype):
+                raise _bad(name, dtype, "None or a floating torch.dtype of 16 bits or more")
+        left_out: object = self.without
+        if (
+            isinstance(left_out, str)
+            or not isinstance(left_out, Collection)
+            or any(name not in OPTIMIZATIONS for name in left_out)
+        ):
             raise _bad("without", left_out, "a collection of names: " + ", ".join(OPTIMIZATIONS))
         if self.dynamic is not None and not isinstance(self.dynamic, bool):
             raise _bad("dynamic", self.dynamic, "None, True or False")
+        _check_group(self.process_group)
         _check_backend(self.backend)
         _check_inductors(self.backend, self.mode, self.options)
 
@@ -90,7 +91,7 @@ class Options:
         known = [f.name for f in fields(cls)]
         for name in given:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
+                near = difflib.get_close_matches(str(name), known, n=1)
                 raise OptionError(
                     f"argument {name!r}",
                     seen="optimize has no such argument",
@@ -129,7 +130,7 @@ class Options:
     @property
     def bucket_bytes(self) -> int:
         """Cap of one all-reduce, in bytes."""
-        return int(self.bucket_cap_mb * 1024 * 1024)
+        return int(min(self.bucket_cap_mb * 1024 * 1024, sys.maxsize))
 
 
 class BackendOptions(TypedDict, total=False):
@@ -169,6 +170,21 @@ def check_steps(given: object) -> None:
         raise _bad(name, given, "an integer of at least 1, 'manual', or a mapping from optimizers")
 
 
+def _check_group(group: object) -> None:
+    if group is not None and not isinstance(group, ProcessGroup):
+        outside = isinstance(group, type(GroupMember.NON_GROUP_MEMBER)) and (
+            group == GroupMember.NON_GROUP_MEMBER
+        )
+        raise OptionError(
+            "argument 'process_group'",
+            seen="this rank is no member of it"
+            if outside
+            else f"{group!r} of type {type(group).__name__}",
+            wanted="None or a torch.distributed.ProcessGroup of this rank's own",
+            fix="pass what dist.new_group(...) returned, on its members only; or leave it out",
+        )
+
+
 def _check_backend(backend: object) -> None:
     if callable(backend) or isinstance(backend, str) and backend in USUAL:
         return
@@ -187,7 +203,7 @@ def _check_backend(backend: object) -> None:
 
 def _check_inductors(backend: object, mode: object, options: object) -> None:
     """What only Inductor reads."""
-    if mode is not None and mode not in list_mode_options():
+    if mode is not None and not (isinstance(mode, str) and mode in list_mode_options()):
         raise _bad("mode", mode, "None or one of " + ", ".join(map(repr, list_mode_options())))
     if options is not None and not isinstance(options, Mapping):
         raise _bad("options", options, "None or a mapping from names of Inductor's settings")
@@ -201,8 +217,9 @@ def _check_inductors(backend: object, mode: object, options: object) -> None:
                 fix="leave one of them out",
             )
     settings = inductor_config.get_config_copy() if options else {}
-    for name in options or ():
-        if str(name).replace("-", "_") not in settings:
+    for name, value in (options or {}).items():
+        setting = str(name).replace("-", "_")
+        if setting not in settings:
             near = difflib.get_close_matches(str(name), settings, n=1)
             raise OptionError(
                 "argument 'options'",
@@ -210,6 +227,20 @@ def _check_inductors(backend: object, mode: object, options: object) -> None:
                 wanted="names of torch._inductor.config",
                 fix=f"did you mean {near[0]!r}?" if near else "leave it out",
             )
+        kind = inductor_config.get_type(setting)  # type: ignore[attr-defined]
+        if get_origin(kind) is None and not isinstance(value, kind):  # as torch.compile does
+            raise _bad("options", {name: value}, f"{kind.__name__} for {setting!r}")
+
+
+def _is_positive(number: object) -> bool:
+    """Whether a float can hold it, too: an int may be too large."""
+    known = isinstance(number, int | float) and not isinstance(number, bool)
+    return known and 0 < number <= sys.float_info.max  # type: ignore[operator]
+
+
+def _has_sums(dtype: object) -> bool:
+    """Whether it is a dtype that torch adds in."""
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
 
 
 def _is_count(k: object) -> bool:
@@ -217,7 +248,7 @@ def _is_count(k: object) -> bool:
 
 
 def _one_of(name: str, value: object, legal: tuple[str, ...]) -> None:
-    if value not in legal:
+    if not isinstance(value, str) or value not in legal:
         raise _bad(name, value, "one of " + ", ".join(map(repr, legal)))
 
 

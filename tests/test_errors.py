@@ -64,6 +64,22 @@ def test_errors_pass_through_process_pools(name: str, again: Callable[[Any], Any
     assert vars(same) == vars(error)
 
 
+class Mine(gradsync_fx.CaptureError):
+    """A subclass that takes other arguments."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(where, seen="this")
+
+
+@pytest.mark.parametrize(
+    "again", [copy.copy, copy.deepcopy, lambda e: pickle.loads(pickle.dumps(e))]
+)
+def test_errors_of_other_arguments_are_copied_too(again: Callable[[Any], Any]) -> None:
+    same = again(Mine("the step"))
+    assert type(same) is Mine
+    assert str(same) == str(Mine("the step"))
+
+
 # Arguments of optimize
 
 

@@ -6,7 +6,10 @@ import copy
 import functools
 import gc
 import pickle
+import sys
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -241,6 +244,22 @@ def test_what_does_not_bind_stays_as_it_is() -> None:
     assert Holder.by_object.pending == Holder.by_method.pending == 1
     Holder.by_object.discard()
     Holder.by_method.discard()
+
+
+def test_threads_that_are_first_at_once_get_one_step() -> None:
+    together, switching = threading.Barrier(4), sys.getswitchinterval()
+
+    def first_use(trainer: Named) -> int:
+        together.wait()
+        return id(trainer.fit)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            for trainer in [Named() for _ in range(20)]:
+                assert len(set(pool.map(first_use, [trainer] * 4))) == 1
+    finally:
+        sys.setswitchinterval(switching)
 
 
 def test_an_object_goes_with_its_steps() -> None:

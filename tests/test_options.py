@@ -137,3 +137,68 @@ def test_a_setting_that_inductor_does_not_have() -> None:
     with pytest.raises(OptionError) as none_near:
         Options(options={"qqqqqq": 1})
     assert none_near.value.fix == "leave it out"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("reduction", ["mean"]),
+        ("mode", []),
+        ("mode", {}),
+        ("bucket_cap_mb", 10**400),
+        ("bucket_cap_mb", float("inf")),
+        ("bucket_cap_mb", True),
+        ("rank_timeout", 10**400),
+        ("rank_timeout", True),
+        ("accumulator_dtype", torch.float8_e4m3fn),
+        ("reduce_dtype", torch.float8_e5m2),
+        ("without", None),
+        ("without", 3),
+        ("without", [[]]),
+        ("process_group", "world"),
+        ("process_group", 3),
+        ("process_group", torch.distributed.GroupMember.NON_GROUP_MEMBER),
+        ("options", {"max_autotune": "yes"}),
+        ("options", {1: 2}),
+    ],
+)
+def test_values_of_another_type_are_refused_at_once(name: str, value: object) -> None:
+    with pytest.raises(OptionError, match=f"argument '{name}'") as caught:
+        gradsync_fx.optimize(print, **{name: value})  # type: ignore[call-overload]
+    assert caught.value.wanted
+    assert gradsync_fx.optimize(print)
+
+
+def test_numbers_at_their_ends() -> None:
+    assert Options(bucket_cap_mb=1e308).bucket_bytes > 0
+    assert Options(bucket_cap_mb=1e-12).bucket_bytes == 0
+
+
+def test_a_rank_outside_of_the_group_is_told_so() -> None:
+    outside: Any = torch.distributed.GroupMember.NON_GROUP_MEMBER
+    with pytest.raises(OptionError) as caught:
+        Options(process_group=outside)
+    assert caught.value.seen == "this rank is no member of it"
+    Options(process_group=None)
+
+
+@pytest.mark.parametrize("step", [3, "step", torch.ones(2)])
+def test_a_step_that_cannot_be_called(step: Any) -> None:
+    for give in (gradsync_fx.optimize, gradsync_fx.optimize()):
+        with pytest.raises(OptionError, match="argument 'train_step'"):
+            give(step)
+
+
+@pytest.mark.parametrize("kind", [classmethod, staticmethod])
+def test_the_decorator_stands_below_these(kind: Any) -> None:
+    with pytest.raises(OptionError, match="argument 'train_step'") as caught:
+        gradsync_fx.optimize()(kind(print))
+    assert caught.value.fix == f"put @{kind.__name__} above @gradsync_fx.optimize(...)"
+    kind(gradsync_fx.optimize()(print))
+
+
+@pytest.mark.parametrize("options", [3, [("reduction", "sum")], {1: 2}])
+def test_options_of_the_backend_are_names_and_values(options: Any) -> None:
+    with pytest.raises(OptionError, match="argument"):
+        torch.compile(print, backend="gradsync", options=options)
+    torch.compile(print, backend="gradsync", options={"gradient_accumulation_steps": 4})

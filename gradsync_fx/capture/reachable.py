@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -60,7 +61,8 @@ def discover(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     """Everything within `DEPTH` links of the function's arguments, closure, globals and `self`."""
     found, seen = Found(), set[int]()
     queue = deque([*_arguments(function, args, kwargs), ("", function, 0)])
-    while queue:
+    methods = _Methods()
+    while queue or methods.collect(queue):
         path, value, depth = queue.popleft()
         if id(value) in seen or depth > DEPTH:
             continue
@@ -75,12 +77,39 @@ def discover(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
             if value.requires_grad and value.is_leaf:
                 found.tensors[path] = value
             continue
+        methods.saw(path, value, depth)
         for name, inner in _links(value):
             queue.append((f"{path}.{name}" if path else name, inner, depth + 1))
     for optimizer in found.optimizers:
         for i, p in enumerate(parameters_of(optimizer)):
             found.tensors.setdefault(f"{type(optimizer).__name__}.{i}", p)
     return found
+
+
+class _Methods:
+    """What classes of the user's own define for the objects met, under names that the functions met use."""
+
+    def __init__(self) -> None:
+        self._names = {"forward", "__call__"}  # these are used without their names
+        self._objects: list[tuple[str, Any, int]] = []
+        self._collected = 0  # entries of the latest time: equal, there is nothing new
+
+    def saw(self, path: str, value: Any, depth: int) -> None:
+        if isinstance(value, FunctionType):
+            self._names.update(_attributes(value))
+        elif any(map(_is_users_own, type(value).__mro__)):
+            self._objects.append((path, value, depth))
+
+    def collect(self, queue: deque[tuple[str, Any, int]]) -> bool:
+        """Puts them into the queue, whenever it is empty; whether it is no longer."""
+        for path, value, depth in self._objects:
+            for cls in filter(_is_users_own, type(value).__mro__):
+                for name, entry in vars(cls).items():
+                    if name in self._names:
+                        entry = entry.fget if isinstance(entry, property) else entry
+                        queue.append((f"{path}.{name}" if path else name, entry, depth + 1))
+        before, self._collected = self._collected, len(queue)
+        return before != len(queue)
 
 
 def _arguments(
@@ -121,17 +150,37 @@ def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
     wrapped = getattr(function, "__wrapped__", None)
     if wrapped is not None:
         yield "", wrapped
-    yield from names_around(function).items()
-    code = uses(function.__code__)
-    attributes = {name for op, name in code if "ATTR" in op or op == "LOAD_METHOD"}
-    for name, value in globals_used(function).items():
-        yield name, value
-        yield from _of_import(name, value, attributes)
+    attributes = _attributes(function)
+    for name, held in (*names_around(function).items(), *globals_used(function).items()):
+        yield name, held
+        yield from _of_import(name, held, attributes)
 
 
-def _of_import(path: str, value: Any, attributes: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """What a module of the user's own, known by a global name, holds under names that the function uses."""
-    if isinstance(value, ModuleType) and not is_library(getattr(value, "__file__", None)):
-        for name in sorted(attributes):
-            if name in vars(value) and vars(value)[name] is not value:
-                yield f"{path}.{name}", vars(value)[name]
+def _attributes(function: FunctionType) -> dict[str, None]:
+    """Names of attributes that it uses, in order."""
+    used = uses(function.__code__)
+    return dict.fromkeys(name for op, name in used if "ATTR" in op or op == "LOAD_METHOD")
+
+
+def _of_import(
+    path: str, value: Any, attributes: Collection[str], outer: tuple[Any, ...] = ()
+) -> Iterator[tuple[str, Any]]:
+    """What a module or class of the user's own, known by a global name, holds under names that the function uses.
+
+    outer: the modules and classes that lead to it.
+    """
+    if not _is_users_own(value) or value in outer:
+        return
+    for name in attributes:
+        inner = vars(value).get(name)
+        if inner is not None:
+            yield f"{path}.{name}", inner
+            yield from _of_import(f"{path}.{name}", inner, attributes, (*outer, value))
+
+
+def _is_users_own(value: Any) -> bool:
+    """Whether it is a module or a class of the user's own."""
+    module = sys.modules.get(value.__module__) if isinstance(value, type) else value
+    if not isinstance(module, ModuleType):
+        return False
+    return module.__name__ == "__main__" or not is_library(getattr(module, "__file__", None))

@@ -6,6 +6,7 @@ under a second name all lead to the step that the class has there. They live as 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from gradsync_fx.errors import WindowError
 
 KEY = "__gradsync_fx_steps__"
 Bound = TypeVar("Bound")
+_turn = threading.RLock()  # making a step may look at the object, and so at another step of it
 
 
 class StepsOfObject:
@@ -46,14 +48,15 @@ def bound_step(shared: Any, name: str, instance: Any, make: Callable[[], Bound])
             wanted="objects that can hold their optimized step",
             fix="add '__dict__' to its __slots__, or optimize a function outside of the class",
         ) from None
-    held = attributes.get(KEY)
-    if held is None or held.owner is not instance:  # a shallow copy has the original's
-        held = StepsOfObject(instance)
-        if isinstance(instance, type):  # of a class method
-            setattr(instance, KEY, held)
-        else:
-            attributes[KEY] = held
-    if id(shared) not in held.by_shared:
-        held.by_shared[id(shared)] = (shared, make())  # it is kept, so that no other has its id
-    found: Bound = held.by_shared[id(shared)][1]
-    return found
+    with _turn:  # threads that are first at once get one step, and one window
+        held = attributes.get(KEY)
+        if held is None or held.owner is not instance:  # a shallow copy has the original's
+            held = StepsOfObject(instance)
+            if isinstance(instance, type):  # of a class method
+                setattr(instance, KEY, held)
+            else:
+                attributes[KEY] = held
+        if id(shared) not in held.by_shared:
+            held.by_shared[id(shared)] = (shared, make())  # it is kept, so that no other has its id
+        found: Bound = held.by_shared[id(shared)][1]
+        return found

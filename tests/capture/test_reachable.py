@@ -64,3 +64,83 @@ def test_what_a_module_of_the_users_holds_is_found(monkeypatch: pytest.MonkeyPat
 def _of_parts(x: Tensor) -> Tensor:
     result: Tensor = parts.model(x)  # type: ignore[name-defined]  # noqa: F821
     return result
+
+
+class Nets:
+    """Models under the names of a class."""
+
+    first: Any
+    second: Any
+
+
+class Trainer:
+    """Its methods use what it does not hold itself."""
+
+    def run(self, way: str, x: Tensor) -> Any:
+        return self.forth(x) if way == "forth" else self.back(x)
+
+    def forth(self, x: Tensor) -> Any:
+        return Nets.first(Nets.second(x) * 2)
+
+    def back(self, x: Tensor) -> Any:
+        return Nets.second(Nets.first(x) * 2)
+
+
+class Tensors(Trainer):
+    """A method that nobody uses."""
+
+    def unused(self) -> Any:
+        return weight
+
+
+@pytest.mark.parametrize("held", ["class", "method", "package"])
+def test_branches_meet_models_that_classes_and_packages_hold_in_any_order(
+    held: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal inner names, and each branch meets another model first."""
+    package: Any = ModuleType("package")
+    package.nets = ModuleType("package.nets")
+    package.__file__ = package.nets.__file__ = __file__
+
+    def trained(way: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        Nets.first, Nets.second = nn.Linear(2, 2), nn.Linear(2, 2)
+        package.nets.first, package.nets.second = Nets.first, Nets.second
+        both = nn.ModuleList([Nets.first, Nets.second])
+        update, trainer = sgd(both), Tensors()
+
+        def step(branch: str, x: Tensor) -> Any:
+            if held == "class":
+                made = (
+                    Nets.first(Nets.second(x) * 2)
+                    if branch == "forth"
+                    else Nets.second(Nets.first(x) * 2)
+                )
+            elif held == "method":
+                made = trainer.run(branch, x)
+            else:
+                nets = package.nets
+                made = (
+                    package.nets.first(nets.second(x) * 2)
+                    if branch == "forth"
+                    else package.nets.second(nets.first(x) * 2)
+                )
+            loss = made.pow(2).mean()
+            loss.backward()
+            update.step()
+            update.zero_grad()
+            return loss
+
+        run = way(step)
+        for branch in ("forth", "back", "back", "forth"):
+            run(branch, torch.ones(3, 2))
+        return [p.detach().clone() for p in both.parameters()]
+
+    captured = trained(lambda step: gradsync_fx.optimize(step, backend="aot_eager"))
+    torch.testing.assert_close(captured, trained(lambda step: step))
+
+
+def test_a_method_that_is_not_used_leads_nowhere() -> None:
+    Nets.first, Nets.second = nn.Linear(2, 2), nn.Linear(2, 2)
+    found = discover(Tensors().run, ("forth", torch.ones(1, 2)), {})
+    assert {id(m) for _, m in found.modules} == {id(Nets.first), id(Nets.second)}
