@@ -271,10 +271,9 @@ WAYS_OUT: dict[str, str | Untried] = {
     + "gradients_are_read_after_the_last_backward",
     "capture/checkpointing.py:refuse_reentrant pass use_reentrant=False": STEPS
     + "checkpoints_of_the_other_kind",
-    "comm/replica_check.py:check_replicas build the same model on": "tests/test_ranks.py::test_lin_is_exact",
     "comm/replica_check.py:_check_values seed all ranks alike bef": "tests/test_ranks.py::test_lin_is_exact",
     "comm/replica_check.py:_other_option pass the same arguments": "tests/test_ranks.py::test_lin_is_exact",
-    "comm/replica_check.py:_other_form build the same model on": "tests/test_ranks.py::test_lin_is_exact",
+    "comm/replica_check.py:_other_model build the same model on": "tests/test_ranks.py::test_lin_is_exact",
     "runtime/checkpoint.py:load_file load it with torch.load,": WINDOWS + "files",
     "scaling.py:refused train in bfloat16 (torch": STEPS + "a_step_without_a_scaler",
     "checking/self_check.py:Verdict.require report it with this text": FAULT,

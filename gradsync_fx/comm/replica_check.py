@@ -45,12 +45,8 @@ def check_replicas(
             raise _other_option(name, line.texts(str(value)))
     for what, counts in zip(held, columns, strict=False):
         if len(set(counts)) > 1:
-            raise ReplicaMismatchError(
-                "the model",
-                seen=", ".join(f"rank {r} has {int(n)} {what}" for r, n in enumerate(counts)),
-                wanted="equal copies of the model on all ranks",
-                fix="build the same model on every rank",
-            )
+            told = ", ".join(f"rank {r} has {int(n)} {what}" for r, n in enumerate(counts))
+            raise _other_model("the model", told, "equal copies of the model on all ranks")
     for what, sums in zip(forms, columns, strict=True):
         if len(set(sums)) > 1:
             raise _other_form(what, [t.split("\n") for t in line.texts("\n".join(forms[what]))])
@@ -81,12 +77,20 @@ def _other_option(name: str, values: list[str]) -> RanksDisagreeError:
 
 def _other_form(what: str, forms: list[list[str]]) -> ReplicaMismatchError:
     i = next(i for i, same in enumerate(zip(*forms, strict=True)) if len(set(same)) > 1)
-    return ReplicaMismatchError(
+    return _other_model(
         f"the {what} of the model",
-        seen=", ".join(f"rank {rank} has {mine[i]}" for rank, mine in enumerate(forms)),
-        wanted="the same names, shapes and dtypes on all ranks, in the same order",
+        ", ".join(f"rank {rank} has {mine[i]}" for rank, mine in enumerate(forms)),
+        "the same names, shapes and dtypes on all ranks, in the same order",
+    )
+
+
+def _other_model(culprit: str, seen: str, wanted: str) -> ReplicaMismatchError:
+    return ReplicaMismatchError(
+        culprit,
+        seen=seen,
+        wanted=wanted,
         fix="build the same model on every rank; where branches of the step call different models, let all ranks begin "
-        "with the same one",
+        "with the same branch",
     )
 
 
