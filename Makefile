@@ -15,14 +15,22 @@ WINDOWS := $(addprefix tests/,runtime/test_window.py test_weights.py test_gradie
 	test_precision.py test_shapes.py test_ranks_ends.py test_ranks_saving.py test_ranks_disagreement.py \
 	test_ranks_groups.py test_ranks_scripts.py)
 
+# What tells in a minute whether a change holds at all: one process, no compiler, no browser, no examples.
+QUICK := $(addprefix tests/,ir planning comm lowering runtime passes capture/test_names.py capture/test_reachable.py \
+	eager/test_window.py test_options.py test_errors.py test_wording.py test_architecture.py test_zeroing.py \
+	test_schedules.py test_methods.py) --ignore tests/passes/test_check_lowered.py
+
 # Two files at a time, each file in one process.
 JOBS := --numprocesses 2 --dist loadfile
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-torch format docs clean
+.PHONY: demo test quick test-torch format docs clean
 
 demo: $(VENV)/.examples
 	$(BIN)/torchrun --nproc-per-node 2 examples/train_text.py
+
+# Each process that compiles would try the vector instructions of /proc/cpuinfo in six processes more.
+test quick: export TORCHINDUCTOR_VEC_ISA_OK := 1
 
 test: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -30,6 +38,9 @@ test: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/python -m pytest $(JOBS)
 	GRADSYNC_TESTS_EAGERLY=1 $(BIN)/python -m pytest $(JOBS) $(WINDOWS)
+
+quick: $(VENV)/.dev
+	$(BIN)/python -m pytest -m 'not gloo and not inductor' $(QUICK)
 
 # The core of the tests with another torch, in an environment of its own: make test-torch TORCH=2.15.0
 test-torch:

@@ -21,7 +21,9 @@ from tests.truth import Rules, Script, Slot, same
 
 
 @pytest.mark.parametrize("step", ["weighed", "weighed_by_tensor"])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)]
+)
 def test_a_mean_over_samples(step: str, backend: str) -> None:
     script: Script = [Slot(n, rows) for n, rows in enumerate([1, 5, 3, 2, 2, 7, 4], 1)]
     more = {"step": step, "optimizer": "adamw", "options": {"backend": backend}}
@@ -137,7 +139,9 @@ def test_a_step_with_a_weight_runs_in_eager() -> None:
     assert model.w.item() == -2.0
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)]
+)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "weighted"])
 def test_micro_steps_that_are_not_finite(reduction: str, backend: str) -> None:
     bad = [False, True, False, True, True, True, False]

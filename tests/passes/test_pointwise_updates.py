@@ -128,6 +128,7 @@ def test_sums_are_written_where_they_are_made() -> None:
     assert copies[0].next.op == "call_function"
 
 
+@pytest.mark.inductor
 def test_a_parameter_as_it_was_ahead_of_its_update_is_not_read_behind_it() -> None:
     """Copies and views of it: Inductor takes a copy out that it holds for idle."""
 
