@@ -18,7 +18,7 @@ from tests.workers import Ranks
 
 
 VALUES: dict[str, tuple[Any, ...]] = {
-    "optimizer": ("sgd", "adamw", "adamw fused", "muon", "two windows"),
+    "optimizer": ("sgd", "adamw", "momentum", "adamw fused", "muon", "two windows"),
     "ending": ("full", "flush", "skip", "uneven", "discard", "resume"),
     "without": (None, *OPTIMIZATIONS),
     "reduction": ("mean", "weighted", "sum"),

@@ -122,6 +122,8 @@ def optimizers_of(row: Row, model: nn.Module) -> list[Optimizer]:
         return [torch.optim.SGD(params, lr=0.2)]
     if which == "adamw":
         return [torch.optim.AdamW(params, **adam)]
+    if which == "momentum":
+        return [torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)]
     if which == "adamw fused":
         return [torch.optim.AdamW(params, **adam, fused=True)]
     if which == "muon":
