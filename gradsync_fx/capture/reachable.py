@@ -12,7 +12,14 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import torch
@@ -61,7 +68,7 @@ def discover(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     """Everything within `DEPTH` links of the function's arguments, closure, globals and `self`."""
     found, seen = Found(), set[int]()
     queue = deque([*_arguments(function, args, kwargs), ("", function, 0)])
-    methods = _Methods()
+    methods = _Methods(_code_of(function))
     while queue or methods.collect(queue):
         path, value, depth = queue.popleft()
         if id(value) in seen or depth > DEPTH:
@@ -89,7 +96,9 @@ def discover(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
 class _Methods:
     """What classes of the user's own define for the objects met, under names that the functions met use."""
 
-    def __init__(self) -> None:
+    def __init__(self, own: CodeType | None) -> None:
+        """own: the code of the step itself, which its class may hold, too: decorated, or the original of a copy."""
+        self._own = own
         self._names = {"forward", "__call__"}  # these are used without their names
         self._objects: list[tuple[str, Any, int]] = []
         self._collected = 0  # entries of the latest time: equal, there is nothing new
@@ -105,11 +114,16 @@ class _Methods:
         for path, value, depth in self._objects:
             for cls in filter(_is_users_own, type(value).__mro__):
                 for name, entry in vars(cls).items():
-                    if name in self._names:
+                    if name in self._names and (self._own is None or _code_of(entry) != self._own):
                         entry = entry.fget if isinstance(entry, property) else entry
                         queue.append((f"{path}.{name}" if path else name, entry, depth + 1))
         before, self._collected = self._collected, len(queue)
         return before != len(queue)
+
+
+def _code_of(function: Any) -> CodeType | None:
+    plain = inspect.unwrap(getattr(function, "__func__", function))
+    return getattr(plain, "__code__", None)
 
 
 def _arguments(

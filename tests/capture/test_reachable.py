@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any
 
 import pytest
@@ -144,3 +144,22 @@ def test_a_method_that_is_not_used_leads_nowhere() -> None:
     Nets.first, Nets.second = nn.Linear(2, 2), nn.Linear(2, 2)
     found = discover(Tensors().run, ("forth", torch.ones(1, 2)), {})
     assert {id(m) for _, m in found.modules} == {id(Nets.first), id(Nets.second)}
+
+
+def test_the_method_that_is_the_step_leads_nowhere_by_its_class() -> None:
+    """Nor does its original, where a copy of it is the step: what that is bound to is not the copy's."""
+    model, other = nn.Linear(2, 1), nn.Linear(2, 1)
+
+    def made(inner: nn.Module) -> Any:
+        def step(self: Any, x: Tensor) -> Tensor:
+            self.step.called = True
+            result: Tensor = inner(x)
+            return result
+
+        return step
+
+    class Trainer:
+        step = made(other)
+
+    found = discover(MethodType(made(model), Trainer()), (torch.ones(1, 2),), {})
+    assert [m for _, m in found.modules] == [model]
