@@ -67,6 +67,7 @@ def test_a_rank_that_compiles_is_waited_for(ranks: Ranks) -> None:
         assert found["updates"] == 2
 
 
+@pytest.mark.captured
 def test_a_rank_that_hangs_while_it_compiles_is_not_waited_for_without_end(ranks: Ranks) -> None:
     found = ranks(disagreement.compiles_long, 6.0, 0.5)
     check_both(found, "RankLostError", "rank 0 is at micro-step")
