@@ -90,10 +90,8 @@ FOR_OTHERS: list[tuple[str, LoweringPass]] = [
 def build(name: str, plan: Plan, fake_mode: object, journal: Journal, *, tail: bool) -> Program:
     """One program of a step, verified."""
     with gc_off():
-        start, passes = (
-            partial(Draft.copy_of, name, plan.step, fake_mode),
-            TAIL if tail else MICRO_STEP,
-        )
+        start = partial(Draft.copy_of, name, plan.step, fake_mode)
+        passes = TAIL if tail else MICRO_STEP
         program = run_passes(passes, journal, start, plan, proof=check_graphs).finish()
         verify(program, plan, tail=tail)
     return program

@@ -10,6 +10,7 @@ own first call there: a rank whose data ended does not make that call, and nobod
 from __future__ import annotations
 
 import zlib
+from dataclasses import dataclass
 
 import torch
 
@@ -24,6 +25,17 @@ from gradsync_fx.wording import number_of
 Buffers = dict[str, torch.Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """Of the captures so far. steps: their number. every: all buffers. shared: those that ranks send, in an order that
+    is the same on all ranks. number: see `ModuleBuffers.number`."""
+
+    steps: int
+    every: Buffers
+    shared: Buffers
+    number: int
+
+
 class ModuleBuffers:
     """The buffers of the step's modules, of all branches that were captured so far.
 
@@ -36,12 +48,12 @@ class ModuleBuffers:
         self._restored: Buffers = {}
         self._waiting = False
         self._source = 0
-        self._known: tuple[int, Buffers, Buffers] = (0, {}, {})
+        self._known = _Known(0, {}, {}, 0)
 
-    def _all(self) -> tuple[Buffers, Buffers]:
-        """All buffers, and those that ranks share, in an order that is the same on all ranks."""
+    def _met(self) -> _Known:
+        """Looked through once for each new capture, not in each call."""
         steps = self._catalogue.steps
-        if self._known[0] != len(steps):
+        if self._known.steps != len(steps):
             every: Buffers = {}
             shared: Buffers = {}
             for step in steps if steps[0].setting.group is not None else ():
@@ -50,29 +62,31 @@ class ModuleBuffers:
                         raise another_object(f"buffer {name!r}", "another model object")
                 if step.setting.broadcast_buffers != "never":
                     shared |= step.setting.shared_buffers
-            self._known = len(steps), every, dict(sorted(shared.items()))
-        return self._known[1:]
+            shared = dict(sorted(shared.items()))
+            forms = [(n, tuple(b.shape), str(b.dtype)) for n, b in shared.items()]
+            number = zlib.crc32(repr(forms).encode()) if forms else 0
+            self._known = _Known(len(steps), every, shared, number)
+        return self._known
 
     def number(self) -> int:
         """Equal on two ranks exactly when they send the same buffers; 0 for none."""
-        forms = [(n, tuple(b.shape), str(b.dtype)) for n, b in self._all()[1].items()]
-        return zlib.crc32(repr(forms).encode()) if forms else 0
+        return self._met().number
 
     def follow(self, line: Line, meeting: Meeting) -> None:
         """Whose buffers count from here on. Raises `RanksDisagreeError` where ranks would send different ones."""
         if len({p.buffers for p in meeting.ranks}) > 1:
-            raise _apart(line.texts("\0".join(self._all()[1])))
+            raise _apart(line.texts("\0".join(self._met().shared)))
         self._source = next(iter(meeting.fed), self._source)
 
     def first(self, step: StepProtocol) -> None:
         """All ranks make their first capture: the one time that rank 0's buffers come at once."""
         self._send(step, 0)
         if step.setting.broadcast_buffers == "window_start":
-            self.fetched = {name: b.clone() for name, b in self._all()[1].items()}
+            self.fetched = {name: b.clone() for name, b in self._met().shared.items()}
 
     def before(self, step: StepProtocol) -> None:
         """Before a micro-step."""
-        every, _ = self._all()
+        every = self._met().every
         for name in self._restored.keys() & every.keys():
             every[name].copy_(self._restored.pop(name))
         self.participate(step)
@@ -88,7 +102,7 @@ class ModuleBuffers:
 
     def after_boundary(self, step: StepProtocol) -> None:
         """All ranks meet."""
-        group, (_, shared) = step.setting.group, self._all()
+        group, shared = step.setting.group, self._met().shared
         if group is not None and step.setting.broadcast_buffers == "window_start":
             self.fetched |= {name: value.clone() for name, value in shared.items()}
             broadcast(group, [self.fetched[name] for name in shared], self._source)
@@ -100,7 +114,7 @@ class ModuleBuffers:
             self._waiting = False
 
     def _send(self, step: StepProtocol, source: int) -> bool:
-        group, (_, shared) = step.setting.group, self._all()
+        group, shared = step.setting.group, self._met().shared
         if group is None or not shared:
             return False
         broadcast(group, list(shared.values()), source)
@@ -109,7 +123,7 @@ class ModuleBuffers:
     def own(self) -> Buffers:
         """This rank's buffers as they are: inside a window they differ between ranks, and a model's checkpoint that
         all ranks write together holds one rank's."""
-        return self._all()[0]
+        return self._met().every
 
     def restore(self, fetched: Buffers, waiting: bool, own: Buffers) -> None:
         """Takes saved values; this rank's own buffers go in place at the next call, after any loading of the model."""
