@@ -120,7 +120,7 @@ def _from_init_group(
         here = [i for i in which if position <= i < position + len(group["params"])]
         twins = {i: torch.nn.Parameter(group["params"][i - position].detach()) for i in here}
         for twin in twins.values():
-            twin.grad = torch.zeros((), dtype=twin.dtype, device=twin.device).expand_as(twin)
+            twin.grad = twin.new_zeros((), requires_grad=False).expand_as(twin)
         trial = footprint.twin([{**group, "params": list(twins.values())}], {})
         init(trial, trial.param_groups[0], *([] for _ in range(lists)))
         for i, twin in twins.items():

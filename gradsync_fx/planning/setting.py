@@ -96,12 +96,19 @@ def find_setting(objects: Objects, options: Options, simulated: int | None = Non
         buffers = {name: b for name, b in buffers.items() if id(b) in sent}
         wire_dtype = wire_dtype or _wire(ddp)
     if simulated is not None:
-        stand_in: Any = SimulatedGroup() if simulated > 1 else None
+        stand_in: Any = _stand_in(group, simulated) if simulated > 1 else None
         return Setting(stand_in, simulated, 0, cap, broadcast, wire_dtype, ignored, buffers)
     world = dist.get_world_size(group) if group is not None else 1
     rank = dist.get_rank(group) if group is not None else 0
     group = group if world > 1 else None
     return Setting(group, world, rank, cap, broadcast, wire_dtype, ignored, buffers)
+
+
+def _stand_in(group: ProcessGroup | None, ranks: int) -> SimulatedGroup:
+    """By the name of a group of as many ranks, where there is one: then its programs can be compiled, too."""
+    if group is not None and dist.get_world_size(group) == ranks:
+        return SimulatedGroup(group.group_name)
+    return SimulatedGroup()
 
 
 def _not_ignored(ddp: DistributedDataParallel, named: str) -> Iterator[torch.Tensor]:

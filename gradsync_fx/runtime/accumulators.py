@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from gradsync_fx._torch import has_hooks
+from gradsync_fx._torch import FakeTensor, has_hooks
 from gradsync_fx.capture.tracer import hook_error
 from gradsync_fx.comm.flat_buffers import allocate
 from gradsync_fx.comm.shared_memory import Room, open_room
@@ -126,11 +126,16 @@ class Accumulators:
                 "window's gradients are kept in accumulators; see step.gradients()."
             )
 
-    def place_weights(self, device: torch.device) -> None:
-        """Running weights beside the parameters; before the first capture their device is not known."""
+    def place_weights(self, beside: torch.Tensor) -> None:
+        """Running weights beside the parameters; before the first capture their device is not known.
+
+        Beside fake parameters they are fake, too: there may be no such device.
+        """
         for part, weight in self.weights.items():
-            if weight.dtype is not torch.float64 or weight.device != device:
-                self.weights[part] = weight.to(device=device, dtype=torch.float64, copy=True)
+            if weight.dtype is not torch.float64 or weight.device != beside.device:
+                self.weights[part] = beside.new_zeros((), dtype=torch.float64, requires_grad=False)
+                if not isinstance(beside, FakeTensor):
+                    self.weights[part].copy_(weight)
 
     def read_in_window(self) -> dict[str, None]:
         """The parameters with a term in the open window. Waits for their device where weights were not read yet."""

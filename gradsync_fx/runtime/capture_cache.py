@@ -58,7 +58,7 @@ class Catalogue:
             return known, False
         sums = self._accumulators
         if capture.parameters:
-            sums.place_weights(next(iter(capture.parameters.values())).device)
+            sums.place_weights(next(iter(capture.parameters.values())))
         facts = CapturedFacts.of(capture, options, self._simulated)
         if options.accumulates:
             check_deferrable(capture.step, facts.regions)
@@ -76,7 +76,7 @@ class Catalogue:
         """A step that runs as it is, with objects that none did before."""
         self._check_same_objects(step.objects)
         if step.objects.parameters:
-            self._accumulators.place_weights(torch.device("cpu"))
+            self._accumulators.place_weights(torch.zeros(()))
         self.uncaptured.append(step)
 
     def _check_same_objects(self, objects: StepObjects) -> None:

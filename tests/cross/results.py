@@ -1,0 +1,83 @@
+"""What was made of one program for one target, as data, and what is checked of it. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tests.cross.wrapper import Event
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """One program for one target.
+
+    inputs: label -> device of each input, "parameter 0.weight" -> "cuda". events: of the wrapper, with the labels of
+    inputs in place of its variables. kernels: all that the wrapper has. binaries: kernel -> its architecture in PTX and
+    the bytes of its cubin, for each choice of block sizes. buckets: those of the plan. source: Inductor's module.
+    """
+
+    program: str
+    target: str
+    inputs: dict[str, str]
+    events: tuple[Event, ...]
+    kernels: tuple[str, ...]
+    binaries: tuple[tuple[str, str, int], ...]
+    buckets: int
+    source: str
+
+    def of(self, *kinds: str) -> list[Event]:
+        return [e for e in self.events if e.kind in kinds]
+
+    @property
+    def launches(self) -> int:
+        """Kernels that one call starts: Triton's and the libraries'."""
+        return len(self.of("launch", "fill", "copy", "extern"))
+
+
+def every_kernel_became_a_cubin(made: Lowered) -> None:
+    """PTX and cubin, both of the target that was asked for."""
+    assert made.kernels
+    for kernel in made.kernels:
+        found = [(arch, size) for name, arch, size in made.binaries if name == kernel]
+        assert found, f"{kernel} was not compiled"
+        for arch, size in found:
+            assert arch.rstrip("a") == made.target, f"{kernel} was compiled for {arch}"
+            assert size, f"{kernel} has no cubin"
+
+
+def nothing_but_sums(made: Lowered) -> None:
+    """No collective, and no kernel that has to do with an optimizer's state or writes a parameter."""
+    assert made.of("reduce", "wait") == [], "gradients are reduced"
+    for event in made.events:
+        states = [n for n in (*event.reads, *event.writes) if n.startswith("state ")]
+        written = [n for n in event.writes if n.startswith("parameter ")]
+        assert not states, f"{event.name} reads or writes {states[0]}"
+        assert not written, f"{event.name} writes {written[0]}"
+
+
+def one_reduction_for_each_bucket(made: Lowered) -> None:
+    """Started once, and waited for once."""
+    reductions = made.of("reduce")
+    assert all("all_reduce" in e.name for e in reductions)
+    assert len(reductions) == len(made.of("wait")) == made.buckets
+
+
+def reductions_start_in_backward(made: Lowered) -> None:
+    """The first bucket is on its way while products of the backward that fill the last one are still to come."""
+    starts = [i for i, event in enumerate(made.events) if event.kind == "reduce"]
+    assert len(starts) > 1, "one bucket has no other to overlap with"
+    needed = set(made.events[starts[-1]].reads)
+    later = 0
+    for event in reversed(made.events[starts[0] + 1 : starts[-1]]):
+        if needed.intersection(event.writes):
+            needed.update(event.reads)
+            later += event.kind == "extern"
+    assert later, "no product of the backward is left when the first bucket is sent"
+
+
+def the_host_never_waits(made: Lowered) -> None:
+    """It reads no tensor of the device, and copies none between devices."""
+    for event in made.of("read"):
+        (tensor,) = event.reads
+        assert made.inputs.get(tensor) == "cpu", f"{event.name}() of {tensor}"
+    assert made.of("transfer", "host") == []

@@ -1,0 +1,165 @@
+"""Steps of which the code for a GPU is made: models, optimizers and options by a `Case`, all tensors fake."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import Optimizer
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import gradsync_fx
+from gradsync_fx.optimized_step import OptimizedStep
+from gradsync_fx.options import Options
+from tests.cross.cases import Case
+
+
+DEVICE = "cuda:0"
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.before, self.after = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        q, k, v = (
+            part.view(rows, length, self.heads, -1).transpose(1, 2)
+            for part in self.qkv(self.before(x)).chunk(3, -1)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout)
+        x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
+        return x + self.down(F.gelu(self.up(self.after(x))))
+
+
+class GPT(nn.Module):
+    """Blocks with torch's attention, and dropout after the embeddings and in the attention."""
+
+    def __init__(self, blocks: int, dropout: float) -> None:
+        super().__init__()
+        words, width, length = 256, 64, 32
+        self.words = nn.Embedding(words, width)
+        self.places = nn.Parameter(torch.zeros(length, width))
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.Sequential(*(Block(width, 2, dropout) for _ in range(blocks)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        embedded = self.dropout(self.words(x) + self.places)
+        return self.head(self.norm(self.blocks(embedded))).flatten(0, 1)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(64, 128),
+        nn.GELU(),
+        nn.LayerNorm(128),
+        nn.Linear(128, 128),
+        nn.GELU(),
+        nn.Linear(128, 32),
+    )
+
+
+def parts(case: Case) -> tuple[nn.Module, Tensor, Tensor]:
+    """The model and a batch."""
+    if case.model == "mlp":
+        return mlp(), torch.randn(16, 64), torch.randint(32, (16,))
+    dropout = 0.1 if case.dropout else 0.0
+    return GPT(case.blocks, dropout), torch.randint(256, (2, 32)), torch.randint(256, (64,))
+
+
+def optimizers(case: Case, model: nn.Module) -> dict[Optimizer, list[nn.Parameter]]:
+    """One for all parameters, or one for the matrices and another for the rest: with a k for each, and with Muon."""
+    every = list(model.parameters())
+    made: dict[str, Callable[[Any], Optimizer]] = {
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
+        "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-3),
+        "muon": lambda p: torch.optim.Muon(p, lr=1e-3),
+    }
+    if case.optimizer != "muon" and not case.k_each:
+        return {made[case.optimizer](every): every}
+    matrices = [p for p in every if p.dim() == 2]
+    rest = [p for p in every if p.dim() != 2]
+    return {made[case.optimizer](matrices): matrices, made["adamw"](rest): rest}
+
+
+def step_of(case: Case, held: dict[Optimizer, list[nn.Parameter]]) -> Callable[..., Tensor]:
+    """The train step, written as without the library."""
+
+    def train_step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        lower = (
+            torch.autocast("cuda", torch.bfloat16)
+            if case.precision == "autocast"
+            else nullcontext()
+        )
+        with lower:
+            loss = F.cross_entropy(model(x), y)
+        if case.weights:
+            gradsync_fx.micro_batch_weight((y != 0).sum())
+        loss.backward()
+        for optimizer, parameters in held.items():
+            if case.clip:
+                nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    return train_step
+
+
+@contextmanager
+def captured(case: Case, device: str = DEVICE) -> Iterator[Any]:
+    """The captured step of a case, over `case.ranks` ranks that are not there."""
+    with _ranks(case.ranks):
+        dtype = torch.bfloat16 if case.precision == "bf16" else torch.float32
+        with FakeTensorMode(), torch.device(device), _default(dtype):
+            model, x, y = parts(case)
+        held = optimizers(case, model)
+        options: dict[str, Any] = {
+            "gradient_accumulation_steps": dict(zip(held, (4, 2), strict=False))
+            if case.k_each
+            else 4,
+            "reduction": "weighted" if case.weights else "mean",
+            "skip_nonfinite": case.skip_nonfinite,
+            "bucket_cap_mb": case.bucket_cap_mb,
+            "sync_each_batch": case.sync_each_batch,
+            "without": ("shared_compile",),  # of processes of one host: there is one
+        }
+        step = OptimizedStep(step_of(case, held), Options.of(options), simulated=case.ranks)
+        step.capture(model, x, y)
+        (one,) = step._executor.catalogue.captures
+        yield one
+
+
+@contextmanager
+def _default(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def _ranks(count: int) -> Iterator[None]:
+    """A group of torch's fake kind."""
+    if count < 2:
+        yield
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,48 @@
+"""Options, optimizers and targets in rows in which every pair of values meets, as code for a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from allpairspy import AllPairs
+
+from tests.cross.cases import TARGETS, Case
+from tests.cross.conftest import Lower
+from tests.cross.results import (
+    every_kernel_became_a_cubin,
+    nothing_but_sums,
+    one_reduction_for_each_bucket,
+    reductions_start_in_backward,
+    the_host_never_waits,
+)
+
+
+pytestmark = [pytest.mark.cross, pytest.mark.captured]
+VALUES = {
+    "optimizer": ["sgd", "adamw", "adafactor", "muon"],
+    "precision": ["fp32", "bf16", "autocast"],
+    "model": ["mlp", "gpt"],
+    "target": list(TARGETS),
+    "clip": [False, True],
+    "weights": [False, True],
+    "skip_nonfinite": [False, True],
+    "k_each": [False, True],
+}
+
+
+def rows() -> Iterator[Case]:
+    for row in AllPairs(list(VALUES.values())):
+        yield Case(**dict(zip(VALUES, row, strict=True)))
+
+
+@pytest.mark.parametrize("case", list(rows()), ids=str)
+def test_a_combination(case: Case, lower: Lower) -> None:
+    made = lower(case)
+    for program in made.values():
+        every_kernel_became_a_cubin(program)
+        the_host_never_waits(program)
+    nothing_but_sums(made["accumulate"])
+    one_reduction_for_each_bucket(made["boundary"])
+    one_reduction_for_each_bucket(made["tail"])
+    reductions_start_in_backward(made["boundary"])

@@ -1,0 +1,90 @@
+"""The three programs of a plain step as code for a GPU: what has to hold of it, and that a fault is found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.cross.cases import TARGETS, Case
+from tests.cross.conftest import Lower
+from tests.cross.results import (
+    every_kernel_became_a_cubin,
+    nothing_but_sums,
+    one_reduction_for_each_bucket,
+    reductions_start_in_backward,
+    the_host_never_waits,
+)
+
+
+pytestmark = [pytest.mark.cross, pytest.mark.captured]
+MLP = Case("mlp", every_choice=True)
+GPT = Case("gpt", blocks=2)
+PLAIN = [replace(case, target=target) for case in (MLP, GPT) for target in TARGETS]
+plain = pytest.mark.parametrize("case", PLAIN, ids=str)
+
+
+@plain
+def test_every_kernel_becomes_a_cubin(case: Case, lower: Lower) -> None:
+    for made in lower(case).values():
+        every_kernel_became_a_cubin(made)
+
+
+def test_a_cubin_that_is_missing_or_of_another_card_is_found(lower: Lower) -> None:
+    made = lower(MLP)["boundary"]
+    name, arch, size = made.binaries[0]
+    without = tuple(b for b in made.binaries if b[0] != name)
+    with pytest.raises(AssertionError, match="was not compiled"):
+        every_kernel_became_a_cubin(replace(made, binaries=without))
+    with pytest.raises(AssertionError, match="has no cubin"):
+        every_kernel_became_a_cubin(replace(made, binaries=(*without, (name, arch, 0))))
+    with pytest.raises(AssertionError, match="was compiled for sm_90"):
+        every_kernel_became_a_cubin(replace(made, target="sm_80"))
+    assert size
+
+
+@plain
+def test_a_micro_step_adds_up_and_does_nothing_else(case: Case, lower: Lower) -> None:
+    nothing_but_sums(lower(case)["accumulate"])
+
+
+def test_a_micro_step_that_does_more_is_found(lower: Lower) -> None:
+    with pytest.raises(AssertionError, match="gradients are reduced"):
+        nothing_but_sums(lower(replace(MLP, sync_each_batch=True))["accumulate"])
+    boundary = lower(MLP)["boundary"]
+    silent = replace(boundary, events=tuple(boundary.of("launch", "fill", "copy", "extern")))
+    with pytest.raises(AssertionError, match="reads or writes state"):
+        nothing_but_sums(silent)
+
+
+@plain
+def test_a_boundary_reduces_each_bucket_once(case: Case, lower: Lower) -> None:
+    made = lower(case)
+    one_reduction_for_each_bucket(made["boundary"])
+    one_reduction_for_each_bucket(made["tail"])
+
+
+def test_a_bucket_that_is_reduced_twice_is_found(lower: Lower) -> None:
+    with pytest.raises(AssertionError):
+        one_reduction_for_each_bucket(lower(replace(MLP, fault="reduced_twice"))["boundary"])
+
+
+@plain
+def test_reductions_start_before_the_backward_ends(case: Case, lower: Lower) -> None:
+    reductions_start_in_backward(lower(case)["boundary"])
+
+
+def test_reductions_that_start_after_the_backward_are_found(lower: Lower) -> None:
+    with pytest.raises(AssertionError, match="no product of the backward is left"):
+        reductions_start_in_backward(lower(replace(MLP, fault="reduced_late"))["boundary"])
+
+
+@plain
+def test_the_host_reads_no_tensor_of_the_device(case: Case, lower: Lower) -> None:
+    for made in lower(case).values():
+        the_host_never_waits(made)
+
+
+def test_a_host_that_waits_is_found(lower: Lower) -> None:
+    with pytest.raises(AssertionError, match="item"):
+        the_host_never_waits(lower(replace(MLP, fault="host_waits"))["boundary"])
