@@ -22,6 +22,7 @@ class Case:
     skip_nonfinite: bool = False
     k_each: bool = False
     dropout: bool = True
+    attention_in_products: bool = False
     blocks: int = 1
     every_choice: bool = False
     ranks: int = 8

@@ -1,4 +1,4 @@
-"""The code of GPUs without one: a process that has the guard, for the session; and why there is none, where so."""
+"""The code of GPUs without one: processes that have the guard, for the session; and why there are none, where so."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -16,27 +18,40 @@ from tests.cross.results import Lowered
 
 
 Lower = Callable[[Case], dict[str, Lowered]]
+Compare = Callable[[Case, dict[str, str]], dict[str, tuple[float, int]]]
 
 
 @pytest.fixture(scope="session")
 def lower() -> Iterator[Lower]:
     """`lower(case)` gives the accumulate, the boundary and the tail program of a case, each case made once."""
+    with _worker("lower") as ask:
+        yield functools.cache(ask)
+
+
+@pytest.fixture(scope="session")
+def compare() -> Iterator[Compare]:
+    """`compare(case, sources)`: worst relative difference and changed inputs of each program, interpreted."""
+    with _worker("compare") as ask:
+        yield ask
+
+
+@contextmanager
+def _worker(job: str) -> Iterator[Callable[..., Any]]:
     reason = guard.missing()
     if reason:
         pytest.skip(reason)
-    command = [sys.executable, "-m", "tests.cross.worker"]
+    command = [sys.executable, "-m", "tests.cross.worker", job]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
         assert worker.stdin is not None
         assert worker.stdout is not None
         asked, answered = worker.stdin, worker.stdout
 
-        @functools.cache
-        def ask(case: Case) -> dict[str, Lowered]:
-            pickle.dump(case, asked)
+        def ask(*arguments: Any) -> Any:
+            pickle.dump(arguments, asked)
             asked.flush()
             answer = pickle.load(answered)
             if isinstance(answer, str):
-                pytest.fail(f"{case} could not be lowered:\n{answer}", pytrace=False)
+                pytest.fail(f"{job} of {arguments[0]} failed:\n{answer}", pytrace=False)
             return answer
 
         yield ask

@@ -16,19 +16,14 @@ from tests.cross.cases import Case
 from tests.cross.device import Binary, absent
 from tests.cross.faults import plant
 from tests.cross.results import Lowered
-from tests.cross.steps import captured
+from tests.cross.steps import captured, programs_of
 from tests.cross.wrapper import Event, Wrapper, read
 
 
 def lower(case: Case) -> dict[str, Lowered]:
     """The accumulate, the boundary and the tail program."""
     with absent(case.target, every_choice=case.every_choice) as binaries, captured(case) as step:
-        every = frozenset(step.facts.parts)
-        wanted: dict[str, Program] = {
-            "accumulate": step.programs.build(frozenset()),
-            "boundary": step.programs.build(every),
-            "tail": step.programs.build(every, tail=True),
-        }
+        wanted = programs_of(step)
         if case.fault:
             plant(case.fault, wanted["boundary"])
         found = {}

@@ -63,16 +63,25 @@ def one_reduction_for_each_bucket(made: Lowered) -> None:
 
 
 def reductions_start_in_backward(made: Lowered) -> None:
-    """The first bucket is on its way while products of the backward that fill the last one are still to come."""
+    """The first bucket is on its way while products of the backward that fill later ones are still to come."""
     starts = [i for i, event in enumerate(made.events) if event.kind == "reduce"]
     assert len(starts) > 1, "one bucket has no other to overlap with"
-    needed = set(made.events[starts[-1]].reads)
+    needed = {name for i in starts[1:] for name in made.events[i].reads}
     later = 0
     for event in reversed(made.events[starts[0] + 1 : starts[-1]]):
         if needed.intersection(event.writes):
             needed.update(event.reads)
             later += event.kind == "extern"
     assert later, "no product of the backward is left when the first bucket is sent"
+
+
+def attention_is_one_kernel(made: Lowered, form: str) -> None:
+    """In this form, forward and backward; no product of queries and keys is written out."""
+    found = [e.name for e in made.of("extern") if "attention" in e.name]
+    assert found, "no attention"
+    assert all(f"_scaled_dot_product_{form}_attention" in name for name in found), found
+    assert any("backward" in name for name in found), "no backward of the attention"
+    assert not any(e.name.endswith(".bmm") for e in made.of("extern"))
 
 
 def the_host_never_waits(made: Lowered) -> None:

@@ -11,16 +11,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import gradsync_fx
+from gradsync_fx.ir.program import Program
 from gradsync_fx.optimized_step import OptimizedStep
 from gradsync_fx.options import Options
 from tests.cross.cases import Case
-
-
-DEVICE = "cuda:0"
 
 
 class Block(nn.Module):
@@ -119,11 +118,11 @@ def step_of(case: Case, held: dict[Optimizer, list[nn.Parameter]]) -> Callable[.
 
 
 @contextmanager
-def captured(case: Case, device: str = DEVICE) -> Iterator[Any]:
+def captured(case: Case) -> Iterator[Any]:
     """The captured step of a case, over `case.ranks` ranks that are not there."""
     with _ranks(case.ranks):
         dtype = torch.bfloat16 if case.precision == "bf16" else torch.float32
-        with FakeTensorMode(), torch.device(device), _default(dtype):
+        with FakeTensorMode(), torch.device("cuda:0"), _default(dtype):
             model, x, y = parts(case)
         held = optimizers(case, model)
         options: dict[str, Any] = {
@@ -137,9 +136,21 @@ def captured(case: Case, device: str = DEVICE) -> Iterator[Any]:
             "without": ("shared_compile",),  # of processes of one host: there is one
         }
         step = OptimizedStep(step_of(case, held), Options.of(options), simulated=case.ranks)
-        step.capture(model, x, y)
+        written_out = sdpa_kernel(SDPBackend.MATH) if case.attention_in_products else nullcontext()
+        with written_out:
+            step.capture(model, x, y)
         (one,) = step._executor.catalogue.captures
         yield one
+
+
+def programs_of(step: Any) -> dict[str, Program]:
+    """Of a captured step, ahead of lowering."""
+    every = frozenset(step.facts.parts)
+    return {
+        "accumulate": step.programs.build(frozenset()),
+        "boundary": step.programs.build(every),
+        "tail": step.programs.build(every, tail=True),
+    }
 
 
 @contextmanager

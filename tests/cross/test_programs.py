@@ -9,6 +9,7 @@ import pytest
 from tests.cross.cases import TARGETS, Case
 from tests.cross.conftest import Lower
 from tests.cross.results import (
+    attention_is_one_kernel,
     every_kernel_became_a_cubin,
     nothing_but_sums,
     one_reduction_for_each_bucket,
@@ -88,3 +89,17 @@ def test_the_host_reads_no_tensor_of_the_device(case: Case, lower: Lower) -> Non
 def test_a_host_that_waits_is_found(lower: Lower) -> None:
     with pytest.raises(AssertionError, match="item"):
         the_host_never_waits(lower(replace(MLP, fault="host_waits"))["boundary"])
+
+
+@pytest.mark.parametrize(("precision", "form"), [("fp32", "efficient"), ("bf16", "flash")])
+def test_attention_is_one_kernel(precision: str, form: str, lower: Lower) -> None:
+    made = lower(replace(GPT, precision=precision, blocks=1))
+    attention_is_one_kernel(made["accumulate"], form)
+    attention_is_one_kernel(made["boundary"], form)
+
+
+def test_attention_of_another_form_is_found(lower: Lower) -> None:
+    with pytest.raises(AssertionError, match="no attention"):
+        attention_is_one_kernel(lower(MLP)["accumulate"], "flash")
+    with pytest.raises(AssertionError, match="efficient"):
+        attention_is_one_kernel(lower(GPT)["accumulate"], "flash")

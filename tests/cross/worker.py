@@ -1,4 +1,10 @@
-"""The process with the guard: takes pickled `Case`s on stdin, and answers with what `lower` made, or with its error."""
+"""A process with the guard: takes pickled arguments on stdin, and answers with what its job returns, or with its error.
+
+    python -m tests.cross.worker lower      a `Case` -> its programs as code for a GPU
+    python -m tests.cross.worker compare    a `Case` and that code -> how far its values are from the CPU's
+
+They are two: Triton compiles in a process or interprets in it.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +13,39 @@ import pickle
 import sys
 import traceback
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 from tests.cross import guard
 
 
-def main() -> None:
+def job(name: str) -> Callable[..., Any]:
+    """Imports torch and Triton, as this job wants them."""
     guard.load()
+    if name == "compare":
+        os.environ["TRITON_INTERPRET"] = "1"
+        from tests.cross.interpret import compare
+
+        return compare
     # Kept over runs: what is slow is Triton, and its cache knows a kernel by its source and its target.
     os.environ.setdefault("TRITON_CACHE_DIR", str(guard.cache_folder() / "triton"))
-    warnings.simplefilter("ignore")
-    from tests.cross.lowered import lower  # after the guard
+    from tests.cross.lowered import lower
 
+    return lower
+
+
+def main() -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what compilers print is no answer
+    warnings.simplefilter("ignore")
+    work = job(sys.argv[1])
     while True:
         try:
-            case = pickle.load(sys.stdin.buffer)
+            arguments = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
         try:
-            answer = lower(case)
+            answer = work(*arguments)
         except Exception:
             answer = traceback.format_exc()
         pickle.dump(answer, answers)
