@@ -1,4 +1,4 @@
-"""The one module that names private or version-dependent parts of torch.
+"""The one module that names private or version-dependent parts of torch; those for CUDA: _torch_cuda.py.
 
 Seen in torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0; docs/versions.md has what passed there (`make test-torch`). A name
 that is gone raises `VersionError` on import of the package, with torch's version, ours, and the range that was tested.
@@ -47,7 +47,8 @@ def check_version(version: tuple[int, int] | None = None) -> None:
         )
 
 
-def _missing(what: str) -> VersionError:
+def missing_name(what: str) -> VersionError:
+    """The error for a private name that is gone."""
     return VersionError(
         f"torch {torch.__version__}",
         seen=f"a private name that gradsync_fx {VERSION} needs is missing ({what})",
@@ -141,7 +142,7 @@ try:
     from torch.utils._sympy.interp import sympy_interp
     from torch.utils._sympy.reference import PythonReferenceAnalysis as PlainArithmetic
 except ImportError as missing:
-    raise _missing(str(missing)) from missing
+    raise missing_name(str(missing)) from missing
 
 FAKE_TENSOR_LOG = "torch._subclasses.fake_tensor"
 
@@ -226,7 +227,7 @@ def check_names(needed: Iterable[tuple[Any, str]] = NEEDED) -> None:
     """Raises `VersionError` when a class or module of torch lacks a name."""
     for owner, name in needed:
         if not hasattr(owner, name):
-            raise _missing(f"{owner.__name__}.{name}")
+            raise missing_name(f"{owner.__name__}.{name}")
 
 
 check_names()

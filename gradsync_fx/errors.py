@@ -41,6 +41,10 @@ class VersionError(GradSyncError):
     """The installed torch lies outside the tested range, or lacks a private name that is needed."""
 
 
+class ToolchainError(GradSyncError):
+    """A compiler that the code of a target takes is not installed, or too old."""
+
+
 class CaptureError(GradSyncError):
     """The step cannot be traced whole."""
 

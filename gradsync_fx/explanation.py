@@ -6,9 +6,10 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from gradsync_fx._torch import FakeStore
@@ -17,6 +18,8 @@ from gradsync_fx.comm.liveness import in_job
 from gradsync_fx.errors import OptionError
 from gradsync_fx.inspection.costs import Hardware, find_hardware
 from gradsync_fx.inspection.report import Report
+from gradsync_fx.lowering.target.apart import apart
+from gradsync_fx.lowering.target.cards import Card, check_toolchain, find_card
 from gradsync_fx.optimized_step import OptimizedStep
 from gradsync_fx.options import Options
 
@@ -25,16 +28,25 @@ def explain(
     train_step: Callable[..., Any],
     *args: Any,
     world_size: int | None = None,
-    hardware: str | Hardware = "laptop",
+    hardware: str | Hardware | None = None,
+    target: str | None = None,
     **kwargs: Any,
 ) -> Report:
     """The report of a step that is captured with these arguments, and not run.
 
     Keyword arguments that `optimize` knows are options of it, all others go to the step. world_size: ranks to plan for;
-    more than the job has are simulated, without a launch. hardware: a preset's name, or a `Hardware`, for the estimate.
-    Parameters and data may lie on the meta device: nothing is allocated then. Raises what `optimize` and the first
-    call of the step raise, and `OptionError` for a world size below 1. Sizes in the report are in bytes, times in
-    seconds.
+    more than the job has are simulated, without a launch. hardware: a preset's name, or a `Hardware`, for the estimate;
+    by default "laptop", or the preset of the target's card. Parameters and data may lie on the meta device: nothing is
+    allocated then.
+
+    target: "cuda:sm_80", "cuda:sm_90" or "cuda:sm_100", a card that need not be there. The step is captured with all
+    its tensors on it, in a copy of this process, and `report.code` has its programs as code for that card: kernels
+    with Triton's source and your lines, launches, registers, what a CUDA graph can record, estimated times. It takes
+    Linux, triton and g++.
+
+    Raises what `optimize` and the first call of the step raise, `OptionError` for a world size below 1 and for an
+    unknown target, and `ToolchainError` where a compiler for the target is missing. Sizes in the report are in bytes,
+    times in seconds.
 
     >>> report = gradsync_fx.explain(
     ...     train_step, model, optimizer, x, y, gradient_accumulation_steps=4, world_size=8
@@ -42,7 +54,8 @@ def explain(
     >>> report.collectives_before, report.collectives_after
     (4, 1)
     """
-    find_hardware(hardware)
+    card = find_card(target) if target is not None else None
+    machine = find_hardware(hardware or (card.hardware if card else "laptop"))
     if world_size is not None and (isinstance(world_size, bool) or world_size < 1):
         raise OptionError(
             "argument 'world_size'",
@@ -56,10 +69,53 @@ def explain(
     plain = inspect.unwrap(train_step) if isinstance(train_step, OptimizedStep) else train_step
     _, here = in_job(options.process_group) or (0, 1)
     ranks = world_size or here
+    if card is not None:
+        return _on_target(card, plain, args, rest, options, ranks, machine)
     with _ranks_at_hand(ranks), stand_ins(plain, args, rest) as (given, named):
         step = OptimizedStep(plain, options, simulated=ranks)
         step.capture(*given, **named)
-        return step.report(hardware)
+        return step.report(machine)
+
+
+def _on_target(
+    card: Card,
+    step: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    options: Options,
+    ranks: int,
+    machine: Hardware,
+) -> Report:
+    """In a copy of this process: torch and Triton keep more about a device than could be put back."""
+    if options.backend != "inductor":
+        raise OptionError(
+            "argument 'target'",
+            seen=f"backend={options.backend!r}",
+            wanted="code for a card, which only Inductor makes",
+            fix="leave the backend out",
+        )
+    check_toolchain(card.target)
+
+    def made() -> Report:
+        # Triton may be missing where no target is named.
+        from gradsync_fx.inspection.on_target import target_code
+        from gradsync_fx.lowering.target.absent import absent
+
+        device = torch.device("cuda", 0)
+        with (
+            absent(card) as binaries,
+            _ranks_at_hand(ranks),
+            stand_ins(step, args, kwargs, device) as (given, named),
+        ):
+            captured = OptimizedStep(step, options, simulated=ranks)
+            captured.capture(*given, **named)
+            report, captures = captured.report(machine), captured._executor.catalogue.captures
+            if not captures:  # it runs eagerly
+                return report
+            code = target_code(captures, options, card, machine, binaries)
+            return replace(report, code=code)
+
+    return apart(made, f"target {card.target!r}")
 
 
 @contextmanager

@@ -24,7 +24,7 @@ WAYS_OUT: dict[str, str | Untried] = {
     "_torch.py:check_version install a tested torch,": (
         Untried("needs another torch than the one that is installed")
     ),
-    "_torch.py:_missing install a tested torch,": Untried(
+    "_torch.py:missing_name install a tested torch,": Untried(
         "needs another torch than the one that is installed"
     ),
     "runtime/accumulators.py:Accumulators.check_trainable change it at a boundary,": WINDOWS

@@ -9,6 +9,7 @@ from rich.markup import escape
 
 from gradsync_fx.cli.problems import MEANINGS
 from gradsync_fx.inspection.costs import PRESETS
+from gradsync_fx.lowering.target.cards import CARDS
 from gradsync_fx.options import BROADCASTS, REDUCTIONS
 
 
@@ -16,6 +17,7 @@ EXAMPLES = {
     "inspect": (
         "gradsync-fx inspect examples/inspect_step.py:gpt -k 4 --world-size 8",
         "gradsync-fx inspect lib.training:factory -k 8 --hardware h100-400g",
+        "gradsync-fx inspect train.py:factory -k 4 --target cuda:sm_90 --html report.html",
         "gradsync-fx inspect train.py:factory -k 4 --world-size 8 --html report.html",
         "gradsync-fx inspect train.py:factory -k 4 --json - | jq .bytes_after",
     ),
@@ -70,12 +72,23 @@ SeveralRanksOption = Annotated[
         rich_help_panel=WINDOW,
     ),
 ]
+TargetOption = Annotated[
+    str | None,
+    typer.Option(
+        "--target",
+        metavar="CARD",
+        help=f"code for a card that is not there: {', '.join(CARDS)}",
+        autocompletion=lambda: list(CARDS),
+        rich_help_panel=ESTIMATE,
+    ),
+]
 HardwareOption = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--hardware",
         metavar="PRESET",
         help=", ".join(PRESETS),
+        show_default="laptop, or the target's",
         autocompletion=lambda: list(PRESETS),
         rich_help_panel=ESTIMATE,
     ),

@@ -65,12 +65,13 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What to explain: a factory, a number of ranks, a machine, and options of `optimize`."""
+    """What to explain: a factory, a number of ranks, a machine, and options of `optimize`. card: to make code for."""
 
     target: Target
     world_size: int | None
     hardware: Hardware
     options: dict[str, Any] = field(default_factory=dict)
+    card: str | None = None
 
 
 def make_report(request: Request, tell: Tell) -> Report:
@@ -167,7 +168,7 @@ def _call(target: Target, factory: Callable[..., Any]) -> tuple[Any, tuple[Any, 
         raise wrong(f"returned args as a {type(args).__name__}", fix)
     if not isinstance(kwargs, Mapping) or not all(isinstance(k, str) for k in kwargs):
         raise wrong(f"returned kwargs as a {type(kwargs).__name__}", "return a dict of names")
-    taken = {"world_size", "hardware", *(f.name for f in fields(Options))} & set(kwargs)
+    taken = {"world_size", "hardware", "target", *(f.name for f in fields(Options))} & set(kwargs)
     if taken:
         names = ", ".join(sorted(taken))
         raise wrong(f"returned kwargs named like options ({names})", "pass those by position")
@@ -186,6 +187,7 @@ def _explain(request: Request, step: Any, args: tuple[Any, ...], kwargs: Any) ->
             *args,
             world_size=request.world_size,
             hardware=request.hardware,
+            target=request.card,
             **request.options,
             **kwargs,
         )

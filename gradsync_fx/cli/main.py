@@ -38,6 +38,7 @@ from gradsync_fx.cli.arguments import (
     SeveralRanksOption,
     StepsOption,
     SumsOption,
+    TargetOption,
     TraceOption,
     WireOption,
     WorldOption,
@@ -48,10 +49,11 @@ from gradsync_fx.cli.factory import Request, Target, make_report
 from gradsync_fx.cli.outputs import STDOUT, check_outputs, save_output, show, write
 from gradsync_fx.cli.problems import REFUSED, USAGE, Problem, printable
 from gradsync_fx.cli.subprocess_job import limited
-from gradsync_fx.errors import OptionError
+from gradsync_fx.errors import OptionError, ToolchainError
 from gradsync_fx.inspection.costs import PRESETS, Hardware, find_hardware
 from gradsync_fx.inspection.report import Report
 from gradsync_fx.inspection.text import WIDTH, to_tables
+from gradsync_fx.lowering.target.cards import Card, check_toolchain, find_card
 from gradsync_fx.options import Options
 
 
@@ -94,7 +96,8 @@ def inspect(
     factory: FactoryArgument,
     gradient_accumulation_steps: StepsOption = "1",
     world_size: WorldOption = None,
-    hardware: HardwareOption = "laptop",
+    target: TargetOption = None,
+    hardware: HardwareOption = None,
     latency: LatencyOption = None,
     bandwidth: BandwidthOption = None,
     flops: FlopsOption = None,
@@ -114,8 +117,10 @@ def inspect(
     given = dict(locals())
     with _told(traceback):
         check_outputs(html=html, json=json, dot=dot)
-        machine = _hardware(hardware, latency=latency, bandwidth=bandwidth, flops=flops)
-        report = _report(given, machine, timeout)
+        card = _card(target)
+        preset = hardware or (card.hardware if card else "laptop")
+        machine = _hardware(preset, latency=latency, bandwidth=bandwidth, flops=flops)
+        report = _report(given, machine, timeout, target)
         if html is not None:
             save_output(html, report.to_html)
         for path, text in ((json, report.to_json), (dot, report.to_dot)):
@@ -200,9 +205,11 @@ def doctor(json: JsonOption = None, traceback: TraceOption = False) -> None:
             raise typer.Exit(REFUSED)
 
 
-def _report(given: dict[str, Any], machine: Hardware, timeout: float) -> Report:
+def _report(
+    given: dict[str, Any], machine: Hardware, timeout: float, target: str | None = None
+) -> Report:
     """The report for the arguments of a command, made in a process of its own. Raises `Problem`."""
-    target = Target.of(given["factory"])
+    factory = Target.of(given["factory"])
     names = (
         "reduction", "bucket_cap_mb", "sync_each_batch", "skip_nonfinite", "broadcast_buffers",
         "accumulator_dtype", "reduce_dtype",
@@ -219,18 +226,32 @@ def _report(given: dict[str, Any], machine: Hardware, timeout: float) -> Report:
         raise Problem.of(USAGE, error) from error
     if not math.isfinite(timeout):
         raise Problem(USAGE, "--timeout", f"{timeout}", "a number of seconds", "0 is for no limit")
-    request = Request(target, given["world_size"], machine, options)
+    request = Request(factory, given["world_size"], machine, options, target)
     err = Console(stderr=True)
     with err.status(Text("starting")) as status:
         report: Report = limited(
             partial(make_report, request),
             timeout,
-            str(target),
-            target.file,
+            str(factory),
+            factory.file,
             tell=lambda doing: status.update(Text(f"{printable(doing)} ...")),
             show=lambda text: err.print(Text(text), end="", soft_wrap=True),
         )
     return report
+
+
+def _card(target: str | None) -> Card | None:
+    """Raises `Problem` for a target that is not known, or whose compilers are missing."""
+    if target is None:
+        return None
+    try:
+        card = find_card(target)
+        check_toolchain(target)
+    except OptionError as error:
+        raise Problem.of(USAGE, error) from error
+    except ToolchainError as error:
+        raise Problem.of(REFUSED, error) from error
+    return card
 
 
 def _is_number(text: str) -> bool:

@@ -38,6 +38,7 @@ PRESETS = {
         Hardware("a100-nvlink", 5e-6, 2.3e11, 1.5e14),  # A100 in one machine
         Hardware("h100-400g", 10e-6, 4.5e10, 4e14),  # H100, one 400 Gbit/s port each
         Hardware("h100-nvlink", 4e-6, 3.6e11, 4e14),  # H100 in one machine
+        Hardware("b200-nvlink", 4e-6, 7.2e11, 9e14),  # B200 in one machine
     )
 }
 STEPS = (1, 2, 4, 8, 16, 32, 64)

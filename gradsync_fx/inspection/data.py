@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from gradsync_fx.inspection.costs import Prediction
 from gradsync_fx.ir.journal import Entry
+from gradsync_fx.lowering.target.made import TargetCode
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,7 @@ class GraphNode:
 class ReportData:
     """What a step does and what the rewrite changed. See the module's text for the units.
 
-    moved: calls of the step that run after the program, or that were dropped.
+    moved: calls of the step that run after the program, or that were dropped. code: made for a target; None without.
     """
 
     step: str
@@ -132,3 +133,4 @@ class ReportData:
     programs: tuple[ProgramInfo, ...]
     graph: tuple[GraphNode, ...]
     predicted: Prediction
+    code: TargetCode | None

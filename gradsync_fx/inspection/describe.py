@@ -104,10 +104,12 @@ def describe(
         programs=_programs(captures),
         graph=graph,
         predicted=predict(load_of(captured), k, hardware, sync_each=options.sync_each_batch),
+        code=None,
     )
 
 
-def _region(captured: CapturedStep, node: Node, origin: Node | None) -> str:
+def region_of(captured: CapturedStep, node: Node, origin: Node | None) -> str:
+    """The role of a program's node; origin: the node of the captured step that it was made from."""
     if origin is None:
         return "optimizer" if node.meta.get("made_by") == "inline_updates" else "gradient sync"
     if (
@@ -154,7 +156,7 @@ def _graph(captured: CapturedStep, programs: dict[str, Program]) -> tuple[GraphN
             GraphNode(
                 name=node.name,
                 op=f"{slot.kind.value}" if slot else str(node.target),
-                region="input" if slot else _region(captured, node, origin),
+                region="input" if slot else region_of(captured, node, origin),
                 module=modules.get(origin, "") if origin is not None else "",
                 line=_line(origin) if origin is not None and not slot else "",
                 inputs=tuple(s.name for s in node.all_input_nodes if s.name in names),

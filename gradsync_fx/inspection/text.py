@@ -42,6 +42,7 @@ def to_tables(report: ReportData) -> RenderableType:
         _regions(report),
         _programs(report),
         _prediction(report),
+        _code(report),
         _measured(report),
     ]
     for kept in report.kept:
@@ -143,6 +144,33 @@ def _prediction(report: ReportData) -> RenderableType:
     hidden = found.hidden_from
     until = f"from k = {hidden}" if hidden is not None else "for no k up to 64"
     return Group(_spaced(table), _spaced(faster), Text(f"communication is hidden {until}"))
+
+
+def _code(report: ReportData) -> RenderableType:
+    """What was made for a target: a row for each program; JSON and the page have the kernels."""
+    if report.code is None:
+        return Text("", end="")
+    table = _table(
+        f"code for {report.code.target}", "kernels", "launches", "buffers", "registers", "spill",
+        "moved", "estimate", "CUDA graph", text="CUDA graph",
+    )  # fmt: skip
+    parts = []
+    for program in report.code.programs:
+        made = [k for k in program.kernels if k.kind == "triton"]
+        table.add_row(
+            program.name,
+            str(len(program.kernels)),
+            str(program.launches),
+            str(program.temporaries),
+            str(max((k.registers for k in made), default=0)),
+            str(sum(k.spilled > 0 for k in made)),
+            _binary(program.bytes),
+            seconds_text(program.seconds),
+            program.recording.verdict,
+        )
+        if program.recording.why:
+            parts.append(Text(f"{program.name}, outside: {'; '.join(program.recording.why)}"))
+    return Group(_spaced(table), *parts)
 
 
 def _measured(report: ReportData) -> RenderableType:

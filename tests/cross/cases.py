@@ -1,4 +1,4 @@
-"""What is lowered: `Case`s, as plain data that goes to the process with the guard and back. Imports no torch."""
+"""What is lowered: `Case`s, as plain data that goes to the process that lowers and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The code of GPUs without one: processes that have the guard, for the session; and why there are none, where so."""
+"""The code of GPUs without one: processes that make it, for the session; and why there are none, where so."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.cross import guard
+from gradsync_fx.errors import ToolchainError
+from gradsync_fx.lowering.target.cards import check_toolchain
 from tests.cross.cases import Case
 from tests.cross.results import Lowered
 
@@ -37,9 +38,10 @@ def compare() -> Iterator[Compare]:
 
 @contextmanager
 def _worker(job: str) -> Iterator[Callable[..., Any]]:
-    reason = guard.missing()
-    if reason:
-        pytest.skip(reason)
+    try:
+        check_toolchain("cuda:sm_90")
+    except ToolchainError as error:
+        pytest.skip(str(error))
     command = [sys.executable, "-m", "tests.cross.worker", job]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
         assert worker.stdin is not None

@@ -27,8 +27,9 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import TensorHandle
 
 from gradsync_fx.ir.program import Kind, Program
+from gradsync_fx.lowering.target.absent import absent
+from gradsync_fx.lowering.target.cards import find_card
 from tests.cross.cases import Case
-from tests.cross.device import absent
 from tests.cross.steps import captured, programs_of
 
 
@@ -42,7 +43,7 @@ POINTWISE, REDUCED = (
 
 def compare(case: Case, sources: dict[str, str]) -> dict[str, tuple[float, int]]:
     """Of each program by name: see `worst_difference`. sources: Inductor's modules, as lowered.py has them."""
-    with absent(case.target, every_choice=False), captured(case) as step:
+    with absent(find_card(f"cuda:{case.target}")), captured(case) as step:
         return {n: worst_difference(p, sources[n]) for n, p in programs_of(step).items()}
 
 

@@ -3,75 +3,67 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
-from unittest import mock
 
-import torch
-
-from gradsync_fx.ir.journal import Journal
 from gradsync_fx.ir.program import Program
-from gradsync_fx.lowering import lower as lowering
+from gradsync_fx.lowering.target.absent import Binary, absent
+from gradsync_fx.lowering.target.cards import find_card
+from gradsync_fx.lowering.target.code import Unit, devices_of, units
+from gradsync_fx.lowering.target.recording import recording_of
+from gradsync_fx.lowering.target.wrapper import HostEvent, Wrapper, read
 from tests.cross.cases import Case
-from tests.cross.device import Binary, absent
 from tests.cross.faults import plant
 from tests.cross.results import Lowered
 from tests.cross.steps import captured, programs_of
-from tests.cross.wrapper import Event, Wrapper, read
 
 
 def lower(case: Case) -> dict[str, Lowered]:
     """The accumulate, the boundary and the tail program."""
-    with absent(case.target, every_choice=case.every_choice) as binaries, captured(case) as step:
+    card = find_card(f"cuda:{case.target}")
+    with (
+        absent(card, every_choice=case.every_choice) as binaries,
+        captured(case) as step,
+    ):
         wanted = programs_of(step)
         if case.fault:
             plant(case.fault, wanted["boundary"])
         found = {}
         for name, program in wanted.items():
-            source = _source(program, step)
-            found[name] = _data(name, case, program, source, binaries, len(step.facts.buckets))
+            made = units(program, step.facts.capture.fake_mode, step.facts.options)
+            found[name] = _data(name, case, program, made, binaries, len(step.facts.buckets))
         return found
 
 
-def _source(program: Program, step: Any) -> str:
-    """What Inductor makes of a program, compiled by Triton on the way."""
-    inner, made = lowering.compile_fx_inner, list[str]()
-
-    def kept(*args: Any, **kwargs: Any) -> Any:
-        compiled = inner(*args, **kwargs)
-        made.append(compiled.source_code)
-        return compiled
-
-    with mock.patch.object(lowering, "compile_fx_inner", kept):
-        lowering.lower(program, step.facts.capture.fake_mode, step.facts.options, Journal())
-    (source,) = made
-    return source
-
-
 def _data(
-    name: str, case: Case, program: Program, source: str, binaries: list[Binary], buckets: int
+    name: str,
+    case: Case,
+    program: Program,
+    made: Sequence[Unit],
+    binaries: Sequence[Binary],
+    buckets: int,
 ) -> Lowered:
-    wrapper = read(source)
-    labels = [f"{slot.kind.value} {slot.name}" for slot in program.slots]
-    values = program.inputs()
-    devices = {
-        label: v.device.type if isinstance(v, torch.Tensor) else "host"
-        for label, v in zip(labels, values, strict=True)
-    }
+    wrappers = [read(unit.source) for unit in made]
+    devices = devices_of(program)
+    kernels = [kernel for wrapper in wrappers for kernel in wrapper.kernels]
     arches = [
         (b.kernel, re.findall(r"^\.target (\w+)", b.ptx, re.MULTILINE)[0], _size(b.cubin))
         for b in binaries  # of programs before this one, too: the same kernel is compiled once
-        if b.kernel in wrapper.kernels
+        if b.kernel in kernels
     ]
+    events = [*_labelled(wrappers[0], list(devices))]
+    for beside in wrappers[1:]:  # what the program calls: under names of its own
+        events += beside.events
     return Lowered(
-        name,
-        case.target,
-        devices,
-        _labelled(wrapper, labels),
-        tuple(wrapper.kernels),
-        tuple(arches),
-        buckets,
-        source,
+        program=name,
+        target=case.target,
+        inputs=devices,
+        events=tuple(events),
+        kernels=tuple(kernels),
+        binaries=tuple(arches),
+        buckets=buckets,
+        source=made[0].source,
+        recording=recording_of(wrappers[0], devices, made[0].refused),
     )
 
 
@@ -80,7 +72,7 @@ def _size(cubin: bytes) -> int:
     return len(cubin) if cubin.startswith(b"\x7fELF") else 0
 
 
-def _labelled(wrapper: Wrapper, labels: list[str]) -> tuple[Event, ...]:
+def _labelled(wrapper: Wrapper, labels: list[str]) -> tuple[HostEvent, ...]:
     label = dict(zip(wrapper.inputs, labels, strict=True))
     return tuple(
         replace(

@@ -1,10 +1,11 @@
-"""What was made of one program for one target, as data, and what is checked of it. Imports no torch."""
+"""What was made of one program for one target, as data, and what is checked of it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tests.cross.wrapper import Event
+from gradsync_fx.lowering.target.made import Recording
+from gradsync_fx.lowering.target.wrapper import HostEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,18 +15,20 @@ class Lowered:
     inputs: label -> device of each input, "parameter 0.weight" -> "cuda". events: of the wrapper, with the labels of
     inputs in place of its variables. kernels: all that the wrapper has. binaries: kernel -> its architecture in PTX and
     the bytes of its cubin, for each choice of block sizes. buckets: those of the plan. source: Inductor's module.
+    recording: whether a CUDA graph can replay it.
     """
 
     program: str
     target: str
     inputs: dict[str, str]
-    events: tuple[Event, ...]
+    events: tuple[HostEvent, ...]
     kernels: tuple[str, ...]
     binaries: tuple[tuple[str, str, int], ...]
     buckets: int
     source: str
+    recording: Recording
 
-    def of(self, *kinds: str) -> list[Event]:
+    def of(self, *kinds: str) -> list[HostEvent]:
         return [e for e in self.events if e.kind in kinds]
 
     @property

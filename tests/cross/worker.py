@@ -1,4 +1,4 @@
-"""A process with the guard: takes pickled arguments on stdin, and answers with what its job returns, or with its error.
+"""A process that makes code for GPUs: takes pickled arguments, answers with what its job returns, or its error.
 
     python -m tests.cross.worker lower      a `Case` -> its programs as code for a GPU
     python -m tests.cross.worker compare    a `Case` and that code -> how far its values are from the CPU's
@@ -16,19 +16,14 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from tests.cross import guard
-
 
 def job(name: str) -> Callable[..., Any]:
     """Imports torch and Triton, as this job wants them."""
-    guard.load()
     if name == "compare":
         os.environ["TRITON_INTERPRET"] = "1"
         from tests.cross.interpret import compare
 
         return compare
-    # Kept over runs: what is slow is Triton, and its cache knows a kernel by its source and its target.
-    os.environ.setdefault("TRITON_CACHE_DIR", str(guard.cache_folder() / "triton"))
     from tests.cross.lowered import lower
 
     return lower

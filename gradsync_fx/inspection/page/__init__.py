@@ -31,6 +31,7 @@ SCRIPTS = (
     "search.js",
     "tables.js",
     "notes.js",
+    "target.js",
     "main.js",
 )
 HERE = files("gradsync_fx.inspection.page")

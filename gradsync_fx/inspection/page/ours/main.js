@@ -105,5 +105,6 @@ drawBytes(report);
 drawCurve(report);
 drawNotes(report, graph.showNode);
 drawPrograms(report);
+drawCode(report);
 drawParameters(report);
 makeThemeToggle(graph.restyle);

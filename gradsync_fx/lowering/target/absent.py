@@ -1,9 +1,10 @@
-"""A CUDA device that is not there, as far as Inductor and Triton ask for one: it answers, and loads nothing.
+"""A CUDA device that is not there, as far as torch, Inductor and Triton ask for one: it answers, and loads nothing.
 
-    with absent("sm_90") as compiled: ...    # Inductor makes Triton code, and Triton PTX and cubin
-    compiled                                 # what Triton made, in order
+    with absent(card) as compiled: ...    # Inductor makes Triton code, and Triton PTX and cubin
+    compiled                              # what Triton made, in order
 
-Nothing can run on it. Import guard.py first, and this after torch.
+Nothing can run on it. What is replaced is put back at the end, but torch keeps more than can be seen (tables of
+patterns for a device, say): whoever goes on to compile for a real one does this in a process of its own (apart.py).
 """
 
 from __future__ import annotations
@@ -17,46 +18,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch._inductor.config as inductor_config
-import torch._inductor.utils as inductor_utils
-import triton
-import triton.backends
-import triton.backends.nvidia.driver as nvidia
-import triton.runtime.driver
-from torch._dynamo import device_interface
-from torch._inductor import constant_folding
-from torch._inductor.async_compile import CompiledTritonKernels
-from torch._inductor.codecache import PyCodeCache
-from torch._inductor.fx_passes import joint_graph
-from torch._inductor.runtime import hints, triton_helpers, triton_heuristics
-from torch._subclasses import fake_tensor
-from torch.cuda import graphs
-from torch.utils import _triton
-from torch.utils._python_dispatch import TorchDispatchMode
 
-
-# What the makers' data sheets say.
-CARDS: dict[str, dict[str, Any]] = {
-    "sm_80": {
-        "name": "NVIDIA A100-SXM4-80GB",
-        "major": 8,
-        "minor": 0,
-        "multi_processor_count": 108,
-        "shared_memory_per_block_optin": 166912,
-        "L2_cache_size": 40 << 20,
-        "memory_bus_width": 5120,
-    },
-    "sm_90": {
-        "name": "NVIDIA H100 80GB HBM3",
-        "major": 9,
-        "minor": 0,
-        "multi_processor_count": 132,
-        "shared_memory_per_block_optin": 232448,
-        "L2_cache_size": 50 << 20,
-        "memory_bus_width": 5120,
-    },
-}
-GB_PER_SECOND = {"sm_80": 2039, "sm_90": 3350}
+from gradsync_fx import _torch_cuda as parts
+from gradsync_fx._torch import TorchDispatchMode
+from gradsync_fx.lowering.target.cards import Card
+from gradsync_fx.lowering.target.guard import load_guard
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,44 +34,54 @@ class Binary:
     cubin: bytes
 
 
-def properties(target: str) -> SimpleNamespace:
+@contextmanager
+def absent(card: Card, *, every_choice: bool = False) -> Iterator[list[Binary]]:
+    """Everything below compiles for `card`; what Triton makes is listed.
+
+    every_choice: with all block sizes that Inductor would try on the device, not only the first.
+    """
+    torch.ones((), requires_grad=True).backward()  # autograd starts its threads: the guard adds one
+    load_guard()
+    properties = _properties(card)
+    compiled: list[Binary] = []
+    with ExitStack() as stack:
+        _answer_for_cuda(stack, properties)
+        _drive_triton(stack, properties)
+        _settle_inductor(stack, card)
+        _list_what_triton_makes(stack, compiled)
+        if not every_choice:
+            _first_choice(stack)
+        for kept in parts.kept_answers():
+            kept.cache_clear()
+            stack.callback(kept.cache_clear)
+        yield compiled
+
+
+def _properties(card: Card) -> SimpleNamespace:
     """What `torch.cuda.get_device_properties` gives."""
-    card = CARDS[target]
+    major, minor = card.capability
     return SimpleNamespace(
-        **card,
-        total_memory=80 << 30,
+        name=card.name,
+        major=major,
+        minor=minor,
+        multi_processor_count=card.processors,
+        shared_memory_per_block_optin=card.shared_memory,
+        shared_memory_per_multiprocessor=card.shared_memory + 1024,
+        shared_memory_per_block=49152,
+        L2_cache_size=card.cache,
+        total_memory=card.memory,
         regs_per_multiprocessor=65536,
         max_threads_per_multi_processor=2048,
         max_threads_per_block=1024,
         warp_size=32,
-        shared_memory_per_block=49152,
-        shared_memory_per_multiprocessor=card["shared_memory_per_block_optin"] + 1024,
         is_integrated=0,
         is_multi_gpu_board=0,
         gcnArchName="",
         uuid="",
         clock_rate=1980000,
         memory_clock_rate=2619000,
+        memory_bus_width=5120,
     )
-
-
-@contextmanager
-def absent(target: str, *, every_choice: bool) -> Iterator[list[Binary]]:
-    """Everything below compiles for `target`; what Triton makes is listed.
-
-    every_choice: with all block sizes that Inductor would try on the device, not only the first.
-    """
-    card = properties(target)
-    compiled: list[Binary] = []
-    with ExitStack() as stack:
-        _answer_for_cuda(stack, card)
-        _drive_triton(stack, card)
-        _settle_inductor(stack, target)
-        _list_what_triton_makes(stack, compiled)
-        if not every_choice:
-            _first_choice(stack)
-        _forget(stack)
-        yield compiled
 
 
 class _Nothing:
@@ -144,7 +120,7 @@ def _answer_for_cuda(stack: ExitStack, card: SimpleNamespace) -> None:
         "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": lambda state, device=None: None,
     }
-    interface = device_interface.CudaInterface
+    interface = parts.device_interface.CudaInterface
     for name, answer in answers.items():
         _put(stack, torch.cuda, name, answer)
         if name in vars(interface):
@@ -153,22 +129,22 @@ def _answer_for_cuda(stack: ExitStack, card: SimpleNamespace) -> None:
         _put(stack, interface, name, staticmethod(lambda index: 0))
     major_minor = card.major * 10 + card.minor
     _put(stack, interface, "get_compute_capability", staticmethod(lambda device=None: major_minor))
-    known = device_interface.caching_worker_device_properties
+    known = parts.device_interface.caching_worker_device_properties
     stack.enter_context(mock.patch.dict(known, {"cuda": [card]}))
-    current = device_interface.caching_worker_current_devices
+    current = parts.device_interface.caching_worker_current_devices
     stack.enter_context(mock.patch.dict(current, {"cuda": 0}))
     _put(stack, torch.version, "cuda", torch.version.cuda or "13.0")
-    _put(stack, graphs, "is_current_stream_capturing", lambda: False)
-    _put(stack, graphs, "_cuda_isCurrentStreamCapturing", lambda: False)
+    _put(stack, parts.cuda_graphs, "is_current_stream_capturing", lambda: False)
+    _put(stack, parts.cuda_graphs, "_cuda_isCurrentStreamCapturing", lambda: False)
     for name, value in (
         ("_cuda_getCurrentRawStream", 0),
         ("_cuda_isCurrentStreamCapturing", False),
         ("_cuda_cudaCachingAllocator_is_enabled", True),
     ):
-        _put(stack, torch._C, name, lambda *args, value=value: value)
+        _put(stack, parts.torch_c, name, lambda *args, value=value: value)
     # Fake tensors would otherwise start the device that they name.
-    _put(stack, fake_tensor.FakeTensorMode, "avoid_device_init", property(lambda mode: True))
-    _put(stack, fake_tensor, "init_gpu_context", lambda device: None)
+    _put(stack, parts.fake_tensor.FakeTensorMode, "avoid_device_init", property(lambda mode: True))
+    _put(stack, parts.fake_tensor, "init_gpu_context", lambda device: None)
 
 
 def _drive_triton(stack: ExitStack, card: SimpleNamespace) -> None:
@@ -189,7 +165,7 @@ def _drive_triton(stack: ExitStack, card: SimpleNamespace) -> None:
         def load_binary(self, *args: Any) -> tuple[int, int, int, int, int]:
             return 1, 1, 32, 0, 1024  # module, function, registers, spills, threads
 
-    class Driver(nvidia.CudaDriver):
+    class Driver(parts.nvidia_driver.CudaDriver):
         def __init__(self) -> None:
             self.utils = Utils()
             self.launcher_cls = lambda source, metadata: lambda *args, **kwargs: None
@@ -202,30 +178,31 @@ def _drive_triton(stack: ExitStack, card: SimpleNamespace) -> None:
         def is_active() -> bool:
             return True
 
-    _put(stack, nvidia, "CudaDriver", Driver)
-    backends = triton.backends.backends
+    _put(stack, parts.nvidia_driver, "CudaDriver", Driver)
+    backends = parts.triton.backends.backends
     ours = dataclasses.replace(backends["nvidia"], driver=Driver)
     stack.enter_context(mock.patch.dict(backends, {"nvidia": ours}))
-    active = triton.runtime.driver
-    before = active._active
-    active.set_active(Driver())
-    stack.callback(active.set_active, before)
-    _put(stack, triton_helpers, "set_driver_to_gpu", lambda: None)
+    stack.callback(parts.triton_driver.set_active, parts.active_triton_driver())
+    parts.triton_driver.set_active(Driver())
+    _put(stack, parts.triton_helpers, "set_driver_to_gpu", lambda: None)
 
 
-def _settle_inductor(stack: ExitStack, target: str) -> None:
+def _settle_inductor(stack: ExitStack, card: Card) -> None:
     """What Inductor would measure or compute on the device."""
-    _put(stack, inductor_utils, "get_gpu_dram_gbps", lambda: GB_PER_SECOND[target])
+    _put(stack, parts.inductor_utils, "get_gpu_dram_gbps", lambda: card.bandwidth / 1e9)
     settings = {
         "compile_threads": 1,  # the workers of a pool know nothing of this device
         "use_static_triton_launcher": False,
         "shape_padding": False,  # it is decided by measuring
         "fx_graph_cache": False,  # what is found there was compiled before
     }
-    stack.enter_context(inductor_config.patch(settings))
-    for folder in (joint_graph.UniformValueConstantFolder, constant_folding.ConstantFolder):
+    stack.enter_context(parts.inductor_config.patch(settings))
+    for folder in (
+        parts.joint_graph.UniformValueConstantFolder,
+        parts.constant_folding.ConstantFolder,
+    ):
         if "_deduce_value" in vars(folder):
-            _put(stack, folder, "_deduce_value", _on_cpu(folder._deduce_value))
+            _put(stack, folder, "_deduce_value", _on_cpu(vars(folder)["_deduce_value"]))
 
 
 class _OnCpu(TorchDispatchMode):
@@ -250,36 +227,24 @@ def _on_cpu(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _list_what_triton_makes(stack: ExitStack, compiled: list[Binary]) -> None:
-    inner = triton.compile
+    inner = parts.triton.compile
 
     def listed(src: Any, target: Any = None, options: Any = None, **kwargs: Any) -> Any:
         made = inner(src, target=target, options=options, **kwargs)
         compiled.append(Binary(src.fn.__name__, made.asm["ptx"], made.asm["cubin"]))
         return made
 
-    _put(stack, triton, "compile", listed)
-    _put(stack, triton_heuristics.triton, "compile", listed)
+    _put(stack, parts.triton, "compile", listed)
+    _put(stack, vars(parts.triton_heuristics)["triton"], "compile", listed)
 
 
 def _first_choice(stack: ExitStack) -> None:
-    inner = triton_heuristics.cached_autotune
+    inner = parts.triton_heuristics.cached_autotune
 
     def first(size_hints: Any, configs: list[Any], *args: Any, **kwargs: Any) -> Any:
         return inner(size_hints, configs[:1], *args, **kwargs)
 
-    _put(stack, triton_heuristics, "cached_autotune", first)
-
-
-def _forget(stack: ExitStack) -> None:
-    """Answers that torch keeps: about a device that was not there before, and kernels that it holds already."""
-    for kept in (
-        _triton.has_triton,
-        hints.DeviceProperties.create.__func__,
-        PyCodeCache,
-        CompiledTritonKernels,
-    ):
-        kept.cache_clear()
-        stack.callback(kept.cache_clear)
+    _put(stack, parts.triton_heuristics, "cached_autotune", first)
 
 
 def _put(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
