@@ -6,12 +6,17 @@ from dataclasses import dataclass
 
 
 TARGETS = ("sm_80", "sm_90")
+OPTIONS = ("clip", "weights", "skip_nonfinite", "k_each", "checkpointing", "wire", "dynamic")
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One step for one target. k_each: two optimizers with a k each. every_choice: of block sizes is
-    compiled, not only the first. fault: of faults.py, planted in the boundary."""
+    """One step for one target.
+
+    k_each: two optimizers with a k each. checkpointing: the middle of the model is computed again in backward. wire:
+    gradients are reduced in bfloat16. dynamic: the batch has any number of rows. every_choice: of block sizes is
+    compiled, not only the first. tail: is lowered as well. fault: of faults.py, planted in the boundary.
+    """
 
     model: str
     target: str = "sm_90"
@@ -21,6 +26,9 @@ class Case:
     weights: bool = False
     skip_nonfinite: bool = False
     k_each: bool = False
+    checkpointing: bool = False
+    wire: bool = False
+    dynamic: bool = False
     dropout: bool = True
     attention_in_products: bool = False
     blocks: int = 1
@@ -28,10 +36,11 @@ class Case:
     ranks: int = 8
     bucket_cap_mb: float = 0.05
     sync_each_batch: bool = False
+    tail: bool = True
     fault: str = ""
 
     def __str__(self) -> str:
-        yes = [n for n in ("clip", "weights", "skip_nonfinite", "k_each") if getattr(self, n)]
+        yes = [name for name in OPTIONS if getattr(self, name)]
         return "-".join(
             [
                 self.model,

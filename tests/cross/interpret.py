@@ -44,7 +44,7 @@ POINTWISE, REDUCED = (
 def compare(case: Case, sources: dict[str, str]) -> dict[str, tuple[float, int]]:
     """Of each program by name: see `worst_difference`. sources: Inductor's modules, as lowered.py has them."""
     with absent(find_card(f"cuda:{case.target}")), captured(case) as step:
-        return {n: worst_difference(p, sources[n]) for n, p in programs_of(step).items()}
+        return {n: worst_difference(p, sources[n]) for n, p in programs_of(case, step).items()}
 
 
 def worst_difference(program: Program, source: str, seed: int = 0) -> tuple[float, int]:

@@ -25,7 +25,7 @@ def lower(case: Case) -> dict[str, Lowered]:
         absent(card, every_choice=case.every_choice) as binaries,
         captured(case) as step,
     ):
-        wanted = programs_of(step)
+        wanted = programs_of(case, step)
         if case.fault:
             plant(case.fault, wanted["boundary"])
         found = {}

@@ -14,6 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
+from transformers import BertConfig, BertForSequenceClassification
 
 import gradsync_fx
 from gradsync_fx.ir.program import Program
@@ -44,8 +46,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Blocks with torch's attention, and dropout after the embeddings and in the attention."""
 
-    def __init__(self, blocks: int, dropout: float) -> None:
+    def __init__(self, blocks: int, dropout: float, checkpointing: bool) -> None:
         super().__init__()
+        self.checkpointing = checkpointing
         words, width, length = 256, 64, 32
         self.words = nn.Embedding(words, width)
         self.places = nn.Parameter(torch.zeros(length, width))
@@ -55,26 +58,79 @@ class GPT(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         embedded = self.dropout(self.words(x) + self.places)
-        return self.head(self.norm(self.blocks(embedded))).flatten(0, 1)
+        mixed = again(self.blocks, embedded) if self.checkpointing else self.blocks(embedded)
+        return self.head(self.norm(mixed)).flatten(0, 1)
 
 
-def mlp() -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(64, 128),
-        nn.GELU(),
-        nn.LayerNorm(128),
-        nn.Linear(128, 128),
-        nn.GELU(),
-        nn.Linear(128, 32),
-    )
+class Residual(nn.Module):
+    """Two convolutions with BatchNorm beside a shorter way."""
+
+    def __init__(self, before: int, after: int) -> None:
+        super().__init__()
+        self.main = nn.Sequential(
+            nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False),
+            nn.BatchNorm2d(after),
+            nn.ReLU(),
+            nn.Conv2d(after, after, 3, padding=1, bias=False),
+            nn.BatchNorm2d(after),
+        )
+        self.short = nn.Conv2d(before, after, 1, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.main(x) + self.short(x))
+
+
+def resnet() -> nn.Module:
+    pooled = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+    return nn.Sequential(Residual(3, 16), Residual(16, 32), pooled)
+
+
+class Bert(nn.Module):
+    """BERT of transformers with a head for two classes; its logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128}
+        config = BertConfig(
+            num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=32, **sizes
+        )
+        self.inner = BertForSequenceClassification(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.inner(input_ids=x).logits
+        return logits
+
+
+class Mlp(nn.Module):
+    def __init__(self, checkpointing: bool) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.LayerNorm(128))
+        self.middle = nn.Sequential(nn.Linear(128, 128), nn.GELU())
+        self.last = nn.Linear(128, 32)
+        self.checkpointing = checkpointing
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(again(self.middle, x) if self.checkpointing else self.middle(x))
+
+
+def again(module: nn.Module, x: Tensor) -> Tensor:
+    """Computed again in backward."""
+    found: Tensor = checkpoint(module, x, use_reentrant=False)
+    return found
 
 
 def parts(case: Case) -> tuple[nn.Module, Tensor, Tensor]:
     """The model and a batch."""
     if case.model == "mlp":
-        return mlp(), torch.randn(16, 64), torch.randint(32, (16,))
+        return Mlp(case.checkpointing), torch.randn(16, 64), torch.randint(32, (16,))
+    if case.model == "resnet":
+        return resnet(), torch.randn(4, 3, 16, 16), torch.randint(10, (4,))
+    if case.model == "bert":
+        return Bert(), torch.randint(128, (4, 16)), torch.randint(2, (4,))
     dropout = 0.1 if case.dropout else 0.0
-    return GPT(case.blocks, dropout), torch.randint(256, (2, 32)), torch.randint(256, (64,))
+    model = GPT(case.blocks, dropout, case.checkpointing)
+    return model, torch.randint(256, (2, 32)), torch.randint(256, (64,))
 
 
 def optimizers(case: Case, model: nn.Module) -> dict[Optimizer, list[nn.Parameter]]:
@@ -84,7 +140,7 @@ def optimizers(case: Case, model: nn.Module) -> dict[Optimizer, list[nn.Paramete
         "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
         "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
         "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-3),
-        "muon": lambda p: torch.optim.Muon(p, lr=1e-3),
+        "muon": lambda p: torch.optim.Muon(p, lr=1e-3, ns_steps=2),  # of 5, which are all alike
     }
     if case.optimizer != "muon" and not case.k_each:
         return {made[case.optimizer](every): every}
@@ -133,6 +189,8 @@ def captured(case: Case) -> Iterator[Any]:
             "skip_nonfinite": case.skip_nonfinite,
             "bucket_cap_mb": case.bucket_cap_mb,
             "sync_each_batch": case.sync_each_batch,
+            "reduce_dtype": torch.bfloat16 if case.wire else None,
+            "dynamic": True if case.dynamic else None,
             "without": ("shared_compile",),  # of processes of one host: there is one
         }
         step = OptimizedStep(step_of(case, held), Options.of(options), simulated=case.ranks)
@@ -143,14 +201,16 @@ def captured(case: Case) -> Iterator[Any]:
         yield one
 
 
-def programs_of(step: Any) -> dict[str, Program]:
+def programs_of(case: Case, step: Any) -> dict[str, Program]:
     """Of a captured step, ahead of lowering."""
     every = frozenset(step.facts.parts)
-    return {
+    found = {
         "accumulate": step.programs.build(frozenset()),
         "boundary": step.programs.build(every),
-        "tail": step.programs.build(every, tail=True),
     }
+    if case.tail:
+        found["tail"] = step.programs.build(every, tail=True)
+    return found
 
 
 @contextmanager

@@ -109,11 +109,19 @@ def program_code(
 
 
 def devices_of(program: Program) -> dict[str, str]:
-    """Kind and name of each input -> its device, "host" for a number."""
-    return {
-        f"{slot.kind.value} {slot.name}": v.device.type if isinstance(v, torch.Tensor) else "host"
-        for slot, v in zip(program.slots, program.inputs(), strict=True)
-    }
+    """Kind and name of each input -> its device; of what is no tensor "size", or "host" for any other number."""
+
+    def device(value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            return value.device.type
+        return "size" if isinstance(value, int | torch.SymInt) else "host"
+
+    found: dict[str, str] = {}
+    for slot, value in zip(program.slots, program.inputs(), strict=True):
+        name = f"{slot.kind.value} {slot.name}"
+        alike = sum(n == name or n.startswith(f"{name} (") for n in found)  # a divisor for each k
+        found[f"{name} ({alike + 1})" if alike else name] = device(value)
+    return found
 
 
 def _kernels(unit: Unit, wrapper: Wrapper, binaries: Sequence[Binary]) -> Iterator[KernelCode]:

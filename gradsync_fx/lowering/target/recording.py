@@ -24,7 +24,11 @@ OF_THE_HOST = {
 
 
 def recording_of(wrapper: Wrapper, devices: Mapping[str, str], refused: str) -> Recording:
-    """devices: of the program's inputs, by name; "host" for a number. refused: Inductor's own reason, "" for none."""
+    """The verdict on one program.
+
+    devices: of its inputs, by name; "host" for a number, "size" for one by which recordings are found. refused:
+    Inductor's own reason, "" for none.
+    """
     outside = Counter(
         e.kind for e in wrapper.events if e.kind in OF_THE_HOST and e.partition is None
     )
@@ -35,8 +39,10 @@ def recording_of(wrapper: Wrapper, devices: Mapping[str, str], refused: str) -> 
     numbers = [name for name, device in devices.items() if device == "host"]
     if numbers and not wrapper.partitions:
         why.append(f"numbers of the host as inputs: {', '.join(numbers)}")
+    sizes = [name for name, device in devices.items() if device == "size"]
+    notes = [f"one recording for each value of {', '.join(sizes)}"] if sizes else []
     if refused:
-        return Recording("no", wrapper.partitions, (refused, *why))
+        return Recording("no", wrapper.partitions, (refused, *why, *notes))
     if wrapper.partitions and not wrapper.numbers:
-        return Recording("in parts" if why else "whole", wrapper.partitions, tuple(why))
-    return Recording("no" if why else "whole", wrapper.partitions, tuple(why))
+        return Recording("in parts" if why else "whole", wrapper.partitions, (*why, *notes))
+    return Recording("no" if why else "whole", wrapper.partitions, (*why, *notes))

@@ -33,6 +33,8 @@ BOOKKEEPING = {
     "get_raw_stream",
     "reinterpret_tensor",
     "copy_if_misaligned",
+    "max",  # of sizes
+    "min",
 }
 VIEWS = {"reinterpret_tensor", "copy_if_misaligned"}
 
