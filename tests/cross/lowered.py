@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from gradsync_fx.ir.program import Program
 from gradsync_fx.lowering.target.absent import Binary, absent
@@ -12,6 +13,7 @@ from gradsync_fx.lowering.target.cards import find_card
 from gradsync_fx.lowering.target.code import Unit, devices_of, units
 from gradsync_fx.lowering.target.recording import recording_of
 from gradsync_fx.lowering.target.wrapper import HostEvent, Wrapper, read
+from gradsync_fx.runtime.accumulators import Accumulators
 from tests.cross.cases import Case
 from tests.cross.faults import plant
 from tests.cross.results import Lowered
@@ -31,7 +33,10 @@ def lower(case: Case) -> dict[str, Lowered]:
         found = {}
         for name, program in wanted.items():
             made = units(program, step.facts.capture.fake_mode, step.facts.options)
-            found[name] = _data(name, case, program, made, binaries, len(step.facts.buckets))
+            found[name] = replace(
+                _data(name, case, program, made, binaries, len(step.facts.buckets)),
+                offsets=_offsets(step),
+            )
         return found
 
 
@@ -64,7 +69,16 @@ def _data(
         buckets=buckets,
         source=made[0].source,
         recording=recording_of(wrappers[0], devices, made[0].refused),
+        offsets={},
     )
+
+
+def _offsets(step: Any) -> dict[str, int]:
+    """Of the sums as a run would allocate them."""
+    facts = step.facts
+    sums = Accumulators(len(facts.parts))
+    sums.make_room(facts, facts.options)
+    return {n: int(t.storage_offset()) * t.element_size() for n, t in sums.sums.items()}
 
 
 def _size(cubin: bytes) -> int:

@@ -8,6 +8,9 @@ from gradsync_fx.lowering.target.made import Recording
 from gradsync_fx.lowering.target.wrapper import HostEvent
 
 
+ALIGNED = 16
+
+
 @dataclass(frozen=True, slots=True)
 class Lowered:
     """One program for one target.
@@ -15,7 +18,7 @@ class Lowered:
     inputs: label -> device of each input, "parameter 0.weight" -> "cuda". events: of the wrapper, with the labels of
     inputs in place of its variables. kernels: all that the wrapper has. binaries: kernel -> its architecture in PTX and
     the bytes of its cubin, for each choice of block sizes. buckets: those of the plan. source: Inductor's module.
-    recording: whether a CUDA graph can replay it.
+    recording: whether a CUDA graph can replay it. offsets: where the sums lie in the memory of their buckets, in bytes.
     """
 
     program: str
@@ -27,6 +30,7 @@ class Lowered:
     buckets: int
     source: str
     recording: Recording
+    offsets: dict[str, int]
 
     def of(self, *kinds: str) -> list[HostEvent]:
         return [e for e in self.events if e.kind in kinds]
@@ -63,6 +67,36 @@ def one_reduction_for_each_bucket(made: Lowered) -> None:
     reductions = made.of("reduce")
     assert all("all_reduce" in e.name for e in reductions)
     assert len(reductions) == len(made.of("wait")) == made.buckets
+
+
+def waits_stand_at_first_readers(made: Lowered) -> None:
+    """What comes after a wait, other waits aside, reads what was waited for: the rest is on its way meanwhile."""
+    for i, event in enumerate(made.events):
+        if event.kind == "wait":
+            following = next(e for e in made.events[i + 1 :] if e.kind != "wait")
+            found = set(event.reads) & set(following.reads)
+            assert found, (
+                f"{following.name} waits for {', '.join(event.reads)}, which it does not read"
+            )
+
+
+def sums_are_aligned(made: Lowered) -> None:
+    """At 16 bytes: Inductor clones inputs that lie elsewhere, in every call."""
+    assert made.offsets
+    wrong = {name: offset for name, offset in made.offsets.items() if offset % ALIGNED}
+    assert not wrong, f"not at {ALIGNED} bytes: {wrong}"
+
+
+def updates_are_few_launches(made: Lowered) -> None:
+    """At most 4 for each bucket: not one for each parameter. Of parameters of one dtype."""
+    written = ("parameter ", "state ")
+    found = [
+        e
+        for e in made.of("launch", "fill", "copy", "extern")
+        if any(name.startswith(written) for name in e.writes)
+    ]
+    assert found, "nothing is updated"
+    assert len(found) <= 4 * made.buckets, f"{len(found)} launches for {made.buckets} buckets"
 
 
 def reductions_start_in_backward(made: Lowered) -> None:

@@ -124,6 +124,9 @@ def parts(case: Case) -> tuple[nn.Module, Tensor, Tensor]:
     """The model and a batch."""
     if case.model == "mlp":
         return Mlp(case.checkpointing), torch.randn(16, 64), torch.randint(32, (16,))
+    if case.model == "odd":  # no size is a multiple of 4
+        layers = [nn.Linear(7, 10), nn.GELU(), nn.Linear(10, 3), nn.GELU(), nn.Linear(3, 5)]
+        return nn.Sequential(*layers), torch.randn(16, 7), torch.randint(5, (16,))
     if case.model == "resnet":
         return resnet(), torch.randn(4, 3, 16, 16), torch.randint(10, (4,))
     if case.model == "bert":
