@@ -30,6 +30,7 @@ from gradsync_fx.comm.inplace_all_reduce import START_SUMS
 from gradsync_fx.ir.journal import Journal
 from gradsync_fx.ir.program import Program, output_values
 from gradsync_fx.lowering.compile_lock import compile_once
+from gradsync_fx.lowering.number_vector import with_vector
 from gradsync_fx.options import Options
 from gradsync_fx.passes import FOR_INDUCTOR, FOR_OTHERS, rewrite
 from gradsync_fx.passes.pointwise_updates import run_calls
@@ -89,7 +90,10 @@ def _inductor(rewritten: Rewritten, options: Options) -> Compiled:
         except Exception as failure:
             return _compiled_anew(spare, inputs, fake_mode, patches, failure)
 
-    main = compiled(rewritten.main, program.inputs(), rewritten.fake_mode)
+    values = [n.meta["val"] for n in rewritten.main.graph.find_nodes(op="placeholder")]
+    main = compiled(rewritten.main, values, rewritten.fake_mode)
+    if rewritten.numbers:
+        main = with_vector(main, rewritten.numbers, values[-1].device)
     if not cut.calls:
         return main
     for kernel, body in rewritten.updates.items():

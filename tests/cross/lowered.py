@@ -54,9 +54,12 @@ def _data(
     wrapper = read(source)
     labels = [f"{slot.kind.value} {slot.name}" for slot in program.slots]
     values = program.inputs()
+    holders = [n.name for n in program.module.graph.find_nodes(op="placeholder")]
+    label = dict(zip(holders, labels, strict=True))
     devices = {
-        label: v.device.type if isinstance(v, torch.Tensor) else "host"
-        for label, v in zip(labels, values, strict=True)
+        label[holder]: v.device.type if isinstance(v, torch.Tensor) else "host"
+        for holder, v in zip(holders, values, strict=True)
+        if holder in wrapper.inputs
     }
     arches = [
         (b.kernel, re.findall(r"^\.target (\w+)", b.ptx, re.MULTILINE)[0], _size(b.cubin))
@@ -67,7 +70,7 @@ def _data(
         name,
         case.target,
         devices,
-        _labelled(wrapper, labels),
+        _labelled(wrapper, label),
         tuple(wrapper.kernels),
         tuple(arches),
         buckets,
@@ -80,8 +83,8 @@ def _size(cubin: bytes) -> int:
     return len(cubin) if cubin.startswith(b"\x7fELF") else 0
 
 
-def _labelled(wrapper: Wrapper, labels: list[str]) -> tuple[Event, ...]:
-    label = dict(zip(wrapper.inputs, labels, strict=True))
+def _labelled(wrapper: Wrapper, label: dict[str, str]) -> tuple[Event, ...]:
+    assert set(wrapper.inputs) <= {*label, "numbers"}
     return tuple(
         replace(
             event,
