@@ -27,7 +27,7 @@ from gradsync_fx.user_lines import warn_user
 # What lies at the same address in every call, unless the user replaces it: then the call is recorded anew.
 HELD = frozenset((Kind.PARAMETER, Kind.BUFFER, Kind.ACCUMULATOR, Kind.WEIGHT, Kind.STATE))
 _ALIGNED = 16  # bytes; what else lies is copied ahead of each call
-Run = Callable[[list[Any]], Any]
+_Run = Callable[[list[Any]], Any]
 
 
 def held_inputs(rewritten: Rewritten) -> dict[int, str]:
@@ -115,14 +115,14 @@ class Recorded:
 
     def __init__(
         self,
-        run: Run,
-        plain: Callable[[], Run],
+        run: _Run,
+        plain: Callable[[], _Run],
         held: dict[int, str],
         module: GraphModule,
         tell: Callable[[str], None],
     ) -> None:
         self._run, self._plain, self._held, self._tell = run, plain, held, tell
-        self._instead: Run | None = None
+        self._instead: _Run | None = None
         self._own = [
             isinstance(v, Node) and base_of(v).op != "placeholder" for v in output_values(module)
         ]
