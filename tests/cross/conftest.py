@@ -36,12 +36,16 @@ def compare() -> Iterator[Compare]:
         yield ask
 
 
-@contextmanager
-def _worker(job: str) -> Iterator[Callable[..., Any]]:
+def skip_without_toolchain() -> None:
     try:
         check_toolchain("cuda:sm_90")
     except ToolchainError as error:
         pytest.skip(str(error))
+
+
+@contextmanager
+def _worker(job: str) -> Iterator[Callable[..., Any]]:
+    skip_without_toolchain()
     command = [sys.executable, "-m", "tests.cross.worker", job]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
         assert worker.stdin is not None

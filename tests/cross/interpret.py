@@ -29,6 +29,7 @@ from triton.runtime.interpreter import TensorHandle
 from gradsync_fx.ir.program import Kind, Program
 from gradsync_fx.lowering.target.absent import absent
 from gradsync_fx.lowering.target.cards import find_card
+from gradsync_fx.lowering.target.wrapper import read
 from tests.cross.cases import Case
 from tests.cross.steps import captured, programs_of
 
@@ -51,7 +52,7 @@ def worst_difference(program: Program, source: str, seed: int = 0) -> tuple[floa
     """The worst relative difference over all outputs and all inputs that are written; and how many of these changed."""
     inputs = _values(program, seed)
     mine, theirs = [t.clone() for t in inputs], [t.clone() for t in inputs]
-    got = list(_load(source)(list(mine)))
+    got = list(_load(source)(_as_given(program, source, mine)))
     want = list(_on_cpu(program.module)(*theirs))
     pairs = [*zip(got, want, strict=True), *zip(mine, theirs, strict=True)]
     floats = [
@@ -62,6 +63,17 @@ def worst_difference(program: Program, source: str, seed: int = 0) -> tuple[floa
     changed = sum(not torch.equal(a, b) for a, b in zip(inputs, theirs, strict=True))
     worst = max(((g - w).abs() / (w.abs() + 1e-3)).max().item() for g, w in floats)
     return worst, changed
+
+
+def _as_given(program: Program, source: str, values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The wrapper's inputs: what it does not have by itself, it has as an element of one vector."""
+    held = dict(
+        zip(
+            (n.name for n in program.module.graph.find_nodes(op="placeholder")), values, strict=True
+        )
+    )
+    given = [held.pop(name) for name in read(source).inputs if name != "numbers"]
+    return [*given, torch.stack([v.double() for v in held.values()])] if held else given
 
 
 def _values(program: Program, seed: int) -> list[torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradsync_fx.lowering.target.made import Recording
+from gradsync_fx.ir.journal import Recording
 from gradsync_fx.lowering.target.wrapper import HostEvent
 
 
