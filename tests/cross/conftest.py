@@ -14,12 +14,12 @@ import pytest
 
 from gradsync_fx.errors import ToolchainError
 from gradsync_fx.lowering.target.cards import check_toolchain
-from tests.cross.cases import Case
+from tests.cross.cases import Case, Compared
 from tests.cross.results import Lowered
 
 
 Lower = Callable[[Case], dict[str, Lowered]]
-Compare = Callable[[Case, dict[str, str]], dict[str, tuple[float, int]]]
+Compare = Callable[[Case, dict[str, str]], dict[str, Compared]]
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +31,7 @@ def lower() -> Iterator[Lower]:
 
 @pytest.fixture(scope="session")
 def compare() -> Iterator[Compare]:
-    """`compare(case, sources)`: worst relative difference and changed inputs of each program, interpreted."""
+    """`compare(case, sources)`: how each program's kernels, interpreted, compare with the CPU."""
     with _worker("compare") as ask:
         yield ask
 

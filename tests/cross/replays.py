@@ -166,7 +166,7 @@ def replay(file: str) -> None:
             binding.optimizer.param_groups[0]["lr"] = rates[i // K]
             runs["boundary"](x, y, binding.scalars(update))
             binding.commit(update, [])
-    # By the way that a tensor went: one element whose gradient is nearly 0 goes AdamW's full step by a sign of rounding.
+    # By the way that a tensor went: an element whose gradient is nearly 0 goes a full step of AdamW by its rounding.
     differences = [
         (held[name] - p.detach()).norm() / (p.detach() - start[name]).norm()
         for name, p in theirs.named_parameters()
