@@ -7,16 +7,14 @@ import sys
 
 import pytest
 
-from tests.cross import guard
+from tests.cross.conftest import skip_without_toolchain
 
 
 pytestmark = [pytest.mark.cross, pytest.mark.captured]
 
 
 def watched(*arguments: str) -> tuple[int, str]:
-    reason = guard.missing()
-    if reason:
-        pytest.skip(reason)
+    skip_without_toolchain()
     command = [sys.executable, "-m", "tests.cross.waits", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout + done.stderr

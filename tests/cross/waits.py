@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
-from tests.cross import guard
 from tests.cross.cases import Case
 
 
@@ -38,7 +37,6 @@ def watched(watch: Any, inner: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def main(name: str, fault: str = "") -> None:
-    guard.load()
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -47,6 +45,8 @@ def main(name: str, fault: str = "") -> None:
     from gradsync_fx.ir.program import output_values
     from gradsync_fx.lowering import number_vector
     from gradsync_fx.lowering.number_vector import NumberVector, with_vector
+    from gradsync_fx.lowering.target.absent import absent
+    from gradsync_fx.lowering.target.cards import find_card
     from gradsync_fx.optimized_step import OptimizedStep
     from gradsync_fx.options import Options
     from gradsync_fx.passes import FOR_INDUCTOR, rewrite
@@ -54,7 +54,6 @@ def main(name: str, fault: str = "") -> None:
     from gradsync_fx.runtime.accumulators import Accumulators
     from gradsync_fx.runtime.captured_window import MicroStep
     from gradsync_fx.runtime.executor import Executor
-    from tests.cross.device import absent
     from tests.cross.steps import optimizers, parts, step_of
 
     aten, case, mode = torch.ops.aten, CASES[name], FakeTensorMode()
@@ -130,7 +129,7 @@ def main(name: str, fault: str = "") -> None:
         )
 
     with ExitStack() as stack:
-        stack.enter_context(absent(case.target, every_choice=False))
+        stack.enter_context(absent(find_card(f"cuda:{case.target}")))
         for owner, what, stand_in in (
             (program_cache, "lower", lower),
             (number_vector, "torch", WithPinnedMemory),
