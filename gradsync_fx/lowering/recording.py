@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from gradsync_fx._torch import is_recorded
+from gradsync_fx._torch import OpOverload, group_of_name, is_recorded
+from gradsync_fx.comm.host_group import backend_of
 from gradsync_fx.ir.journal import Recording
 from gradsync_fx.ir.memory import base_of, written
-from gradsync_fx.ir.ops import ITEM
+from gradsync_fx.ir.ops import ITEM, is_collective
 from gradsync_fx.ir.program import Kind, output_values
 from gradsync_fx.passes.device_numbers import accelerator_of, host_numbers
 from gradsync_fx.passes.rewritten import Rewritten
@@ -61,6 +62,7 @@ def _never(rewritten: Rewritten) -> Iterator[str]:
     holders = rewritten.main.graph.find_nodes(op="placeholder")
     held = held_inputs(rewritten)
     slots = [s for i, s in enumerate(rewritten.program.slots) if i not in rewritten.numbers]
+    yield from _on_host(rewritten.main)
     for number in host_numbers(rewritten):
         yield f"{number} is a number of Python's, which a recording would keep as it was"
     for i, (holder, slot) in enumerate(zip(holders, slots, strict=False)):
@@ -73,6 +75,19 @@ def _never(rewritten: Rewritten) -> Iterator[str]:
         writers = [u for u in holder.users if _writes(u, holder)]
         if writers and i not in held and value.device.type != "cpu":
             yield f"{what} is written, and is another tensor in every call"
+
+
+def _on_host(module: GraphModule) -> Iterator[str]:
+    """Collectives of the device's tensors that something else than the device runs, as gloo does."""
+    for node in filter(is_collective, module.graph.nodes):
+        if not isinstance(node.target, OpOverload):
+            continue
+        names = (argument.name for argument in node.target._schema.arguments)
+        given = dict(zip(names, node.args, strict=False)) | node.kwargs
+        if isinstance(given.get("group_name"), str):
+            backend = backend_of(group_of_name(given["group_name"]), "cuda")
+            if backend not in ("nccl", "fake"):
+                yield f"{node.name} runs over {backend}, on the host"
 
 
 def _writes(node: Node, holder: Node) -> bool:

@@ -7,6 +7,8 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import gradsync_fx
 from gradsync_fx.ir.journal import Journal, Recording
@@ -65,6 +67,23 @@ def test_what_the_host_waits_for_is_left_out() -> None:
     found = verdict(counted)
     assert not found.never
     assert "argmax_default, whose value the host waits for" in str(found)
+
+
+def test_reductions_that_run_on_the_host_keep_a_program_from_being_recorded() -> None:
+    def reduced(make: Any, p: Any, lr: Any, scale: Any) -> Any:
+        functional = torch.ops._c10d_functional
+        sent = make(functional.all_reduce.default, p, "sum", dist.group.WORLD.group_name)  # type: ignore[union-attr]
+        return make(functional.wait_tensor.default, sent)
+
+    for backend, store, why in (
+        ("gloo", dist.HashStore(), "all_reduce_default runs over gloo, on the host"),
+        ("fake", FakeStore(), ""),
+    ):
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        try:
+            assert verdict(reduced).never == why
+        finally:
+            dist.destroy_process_group()
 
 
 def recorded(address: int = 0) -> tuple[Recorded, torch.Tensor, torch.Tensor, list[str]]:
