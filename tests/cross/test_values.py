@@ -1,9 +1,9 @@
 """Values of the generated kernels: in Triton's interpreter they give what the programs give on the CPU.
 
-Of an MLP and a small GPT, with all four optimizers, weights and skip_nonfinite; attention as products, dropout 0. Muon's
-products are in bfloat16, which the CPU and the kernels round in other places: each lies as far from float32 as the other
-(0.5 % of an update, 0.9 % apart), so there the kernels' distance is compared with the CPU's. Not run, as there is no Triton
-code of them to interpret: attention's own kernels and convolutions; and what draws random numbers.
+Of an MLP and a small GPT, with all four optimizers, weights and skip_nonfinite; attention as products, dropout 0.
+Muon's products are in bfloat16, which the CPU and the kernels round in other places: each lies as far from float32 as
+the other (0.5 % of an update, 0.9 % apart), so there the kernels' distance is compared with the CPU's. Not run, as
+there is no Triton code of them to interpret: attention's own kernels, convolutions; and what draws random numbers.
 """
 
 from __future__ import annotations
