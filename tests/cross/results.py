@@ -62,11 +62,11 @@ def nothing_but_sums(made: Lowered) -> None:
         assert not written, f"{event.name} writes {written[0]}"
 
 
-def one_reduction_for_each_bucket(made: Lowered) -> None:
-    """Started once, and waited for once."""
+def one_reduction_for_each_bucket(made: Lowered, beside: int = 0) -> None:
+    """Started once, and waited for once. beside: reductions of windows' weights that travel alone."""
     reductions = made.of("reduce")
     assert all("all_reduce" in e.name for e in reductions)
-    assert len(reductions) == len(made.of("wait")) == made.buckets
+    assert len(reductions) == len(made.of("wait")) == made.buckets + beside
 
 
 def waits_stand_at_first_readers(made: Lowered) -> None:
