@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from gradsync_fx.comm.flat_buffers import stretches
 from gradsync_fx.comm.inplace_all_reduce import START_SUMS, WAIT_SUMS
 from gradsync_fx.ir import ops
 from gradsync_fx.ir.memory import viewed, written
@@ -294,20 +295,25 @@ class Machine:
             self.terms.of(_aten.reshape.default, (self._cast(self.read(s), v.dtype, wire), ((int, -1),)), {})
             for s, v in zip(sums, values, strict=True)
         ]  # fmt: skip
+        sizes = stretches(values)
+        for i, (value, size) in enumerate(zip(values, sizes, strict=True)):
+            if size > value.numel():
+                gap = tuple(map(_constant, (0, size - value.numel())))
+                pieces[i] = self.terms.make(_aten.constant_pad_nd.default, pieces[i], gap)
         flat = pieces[0] if len(pieces) == 1 else self.terms.make(_aten.cat.default, tuple(pieces))
         sent = self.terms.make(ops.ALL_REDUCE, flat, _constant(op), _constant(group))
         self.sent[sent] += 1
         self.waited[sent] += 1  # or `finish` finds it under way
         arrived, start = self.terms.make(ops.WAIT, sent), 0
         bucket = SumsUnderWay({})
-        for ref, value in zip(sums, values, strict=True):
+        for ref, value, size in zip(sums, values, sizes, strict=True):
             end = start + value.numel()
             ends = tuple(map(_constant, (0, start, end)))
             piece = self.terms.make(_aten.slice.Tensor, arrived, *ends)
             shape = tuple(map(_constant, value.shape))
             whole = self.terms.make(_aten.reshape.default, piece, shape)
             bucket.reduced[ref.root] = self._cast(whole, wire, value.dtype)
-            start = end
+            start += size
         if len(bucket.reduced) < len(sums):
             raise Fault("a sum stands twice in one bucket")
         self.under_way.update(dict.fromkeys(bucket.reduced, bucket))

@@ -16,6 +16,7 @@ from tests.cross.results import (
     one_reduction_for_each_bucket,
     reductions_start_in_backward,
     sums_are_aligned,
+    sums_are_sent_as_they_lie,
     the_host_never_waits,
     updates_are_few_launches,
     waits_stand_at_first_readers,
@@ -74,6 +75,17 @@ def test_a_bucket_that_is_reduced_twice_is_found(lower: Lower) -> None:
         one_reduction_for_each_bucket(lower(replace(MLP, fault="reduced_twice"))["boundary"])
 
 
+@pytest.mark.parametrize("case", [*PLAIN, replace(MLP, model="odd")], ids=str)
+def test_buckets_are_sent_as_they_lie(case: Case, lower: Lower) -> None:
+    for name in ("boundary", "tail"):
+        sums_are_sent_as_they_lie(lower(case)[name])
+
+
+def test_buckets_that_are_put_together_are_found(lower: Lower) -> None:
+    with pytest.raises(AssertionError, match="all_reduce_.default sends buf"):
+        sums_are_sent_as_they_lie(lower(replace(MLP, without=("in_place",)))["boundary"])
+
+
 @plain
 def test_reductions_start_before_the_backward_ends(case: Case, lower: Lower) -> None:
     reductions_start_in_backward(lower(case)["boundary"])
@@ -110,13 +122,7 @@ def test_waits_at_one_place_are_found(lower: Lower) -> None:
 
 @pytest.mark.parametrize(
     "model",
-    [
-        "mlp",
-        pytest.param(
-            "odd",
-            marks=pytest.mark.xfail(reason="no gaps are left", raises=AssertionError, strict=True),
-        ),
-    ],
+    ["mlp", "odd"],
 )
 def test_sums_lie_at_16_bytes(model: str, lower: Lower) -> None:
     sums_are_aligned(lower(replace(MLP, model=model))["boundary"])
