@@ -29,6 +29,7 @@ from gradsync_fx.passes.fuse import ADD_PRODUCT, SCALED
 
 
 _aten = torch.ops.aten
+_CAST = torch.ops.prims.convert_element_type.default
 
 
 class Fault(Exception):
@@ -107,6 +108,9 @@ class Terms:
         if op is _aten.permute.default and _value(args[1]) == (1, 0):
             if args[0].op is op and args[0].args[1] == args[1]:
                 return args[0].args[0]
+            if args[0].op is _CAST:
+                turned_first = self.of(op, (args[0].args[0], args[1]), {})
+                return self.make(_CAST, turned_first, *args[0].args[1:])
             if args[0].op is _aten.mm.default:
                 a, b = args[0].args
                 turned = [self.of(op, (factor, args[1]), {}) for factor in (b, a)]
@@ -235,7 +239,8 @@ class Machine:
             return env[argument(node, 0)]
         if target is ADD_PRODUCT:
             total, a, b = (self.read(env[n]) for n in node.args)  # type: ignore[index]
-            product = self.terms.make(_aten.mm.default, a, b)
+            held, factor = (n.meta["val"].dtype for n in node.args[:2])  # type: ignore[union-attr]
+            product = self._cast(self.terms.make(_aten.mm.default, a, b), factor, held)
             self.write(env[argument(node, 0)], self.terms.make(_aten.add.Tensor, total, product))
             return None
         if target is _aten.clone.default and not any(u.op == "output" for u in node.users):
@@ -321,8 +326,7 @@ class Machine:
     def _cast(self, term: Term, held: Any, wanted: Any) -> Term:
         if held is wanted:
             return term
-        cast = torch.ops.prims.convert_element_type.default
-        return self.terms.make(cast, term, _constant(wanted))
+        return self.terms.make(_CAST, term, _constant(wanted))
 
     def wait_sums(self, sums: list[Ref]) -> None:
         """The sums of a bucket that was started hold what all ranks' do together."""

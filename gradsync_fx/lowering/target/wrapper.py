@@ -38,6 +38,7 @@ BOOKKEEPING = {
 }
 WAITS = ("torch.ops._c10d_functional.wait_tensor", "torch.ops.gradsync_fx.wait.")
 REDUCES = ("torch.ops._c10d_functional.", "torch.ops.gradsync_fx.start.")
+ADDS = "torch.ops.gradsync_fx.add_product."
 VIEWS = {"reinterpret_tensor", "copy_if_misaligned"}
 
 
@@ -237,6 +238,8 @@ class _Reader:
             self._add("wait", function, reads, reads)
         elif function.startswith(REDUCES):
             self._add("reduce", function, reads, (*reads, *writes))
+        elif function.startswith(ADDS):
+            self._add("extern", function, reads, reads[:1])
         elif owner == "extern_kernels" or function.startswith(("torch.ops.", "aten.")):
             self._add("extern", function, reads, writes)
         elif function.startswith(("cpp_fused", "kernel_cpp", "async_compile")):
