@@ -29,6 +29,7 @@ from gradsync_fx.passes.base import LoweringPass, Pass, check_graphs, run_passes
 from gradsync_fx.passes.check_lowered import check_lowered
 from gradsync_fx.passes.fuse import add_products, norms_as_sums, numbers_as_tensors, write_early
 from gradsync_fx.passes.inline import inline_bodies
+from gradsync_fx.passes.join_updates import join_updates
 from gradsync_fx.passes.overlap import reduce_in_place, wait_late
 from gradsync_fx.passes.pointwise_updates import cut_updates
 from gradsync_fx.passes.reduce import (
@@ -76,6 +77,7 @@ FOR_INDUCTOR: list[tuple[str, LoweringPass]] = [
     ("overlap", wait_late),
     ("in_place", reduce_in_place),
     ("updates", cut_updates),
+    ("updates", join_updates),
     (ALWAYS, inline_bodies),
     (ALWAYS, norms_as_sums),
     ("products", add_products),

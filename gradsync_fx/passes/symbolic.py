@@ -26,6 +26,7 @@ from gradsync_fx.ir import ops
 from gradsync_fx.ir.memory import viewed, written
 from gradsync_fx.ir.ops import argument
 from gradsync_fx.passes.fuse import ADD_PRODUCT, SCALED
+from gradsync_fx.passes.join_updates import JOINED
 
 
 _aten = torch.ops.aten
@@ -105,6 +106,8 @@ class Terms:
                 one = many[_value(args[1])]
                 square = self.make(_aten.mul.Tensor, one, one)
                 return self.make(_aten.sqrt.default, self.make(_aten.sum.default, square))
+        if op is _CAST and args[0].op is _aten.lt.Tensor and args[0].args[0] is args[0].args[1]:
+            return self.make(_aten.full.default, (), (float, 0.0))
         if op is _aten.permute.default and _value(args[1]) == (1, 0):
             if args[0].op is op and args[0].args[1] == args[1]:
                 return args[0].args[0]
@@ -232,6 +235,8 @@ class Machine:
             return self._start(node, [env[n] for n in argument(node, 0)])
         if target is WAIT_SUMS:
             return self.wait_sums([env[n] for n in argument(node, 0)])
+        if target is JOINED:
+            return [self.bind(self.read(env[n])) for n in argument(node, 0)]
         if target is ops.WAIT:
             return self._wait(env[argument(node, 0)])
         if target is _aten.copy_.default:
