@@ -40,6 +40,7 @@ from gradsync_fx.passes.reduce import (
 )
 from gradsync_fx.passes.remain import keep_collectives, keep_late_collectives
 from gradsync_fx.passes.rewritten import Rewritten
+from gradsync_fx.passes.spread_waits import spread_waits
 from gradsync_fx.passes.update import inline_updates
 from gradsync_fx.passes.verify import verify
 from gradsync_fx.passes.weigh import weigh_terms
@@ -83,6 +84,7 @@ FOR_INDUCTOR: list[tuple[str, LoweringPass]] = [
     ("products", add_products),
     (ALWAYS, write_early),
     (ALWAYS, numbers_as_tensors),
+    ("overlap", spread_waits),
 ]
 FOR_OTHERS: list[tuple[str, LoweringPass]] = [
     (ALWAYS, inline_bodies),
