@@ -31,6 +31,8 @@ JOINED = torch.ops.aten._foreach_clone.default
 def join_updates(rewritten: Rewritten) -> None:
     """Joins the calls of one body for the parameters of one bucket, and the zeroing of its sums."""
     module, fake_mode = rewritten.main, rewritten.fake_mode
+    # Of what Inductor counts more than half are values in registers; so a launch has no more than its 250 arguments.
+    rewritten.settings["combo_kernel_max_num_args"] = 500
     waits = module.graph.find_nodes(op="call_function", target=WAIT_SUMS)
     bucket = {total: wait for wait in waits for total in argument(wait, 0)}
     groups: dict[Any, list[Node]] = {}
@@ -45,7 +47,9 @@ def join_updates(rewritten: Rewritten) -> None:
         for call in calls:
             for item in call.users:
                 items.setdefault(argument(item, 1), []).append(item)
-        for values in [*items.values(), _zeros(module, fake_mode, calls)]:
+        # What is computed of a clipped gradient is long: parts of it would be kernels of their own.
+        gradients = [g for g in dict.fromkeys(argument(c, 1) for c in calls) if scaling_of(g)[1]]
+        for values in [gradients, *items.values(), _zeros(module, fake_mode, calls)]:
             _join(module, fake_mode, values)
     module.recompile()
 

@@ -30,21 +30,39 @@ def spread_waits(rewritten: Rewritten) -> None:
     nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
     start = next((i for i, n in enumerate(nodes) if _waits_on_gpu(n)), len(nodes))
     late = nodes[start:]
-    needs: dict[Node, tuple[int, ...]] = {}  # numbers of waits, the last one first
-    before = dict.fromkeys(late, frozenset[Node]()) | _order_by_memory(late)
-    for number, node in enumerate(late):
-        held = {
-            n for source in (*node.all_input_nodes, *before[node]) for n in needs.get(source, ())
-        }
-        if _waits_on_gpu(node):
-            held.add(number)
-        needs[node] = tuple(sorted(held, reverse=True))
-    # What a node needs has no more to wait for than itself: this order is one in which the program can run.
+    place = _places(late)
+    # Nothing is placed before what it needs: this order is one in which the program can run.
     (end,) = graph.find_nodes(op="output")
-    for node in sorted(late, key=needs.__getitem__):
+    for node in sorted(late, key=place.__getitem__):
         end.prepend(node)
     _delay(graph.nodes)
     rewritten.main.recompile()
+
+
+def _places(late: list[Node]) -> dict[Node, tuple[int, ...]]:
+    """The numbers of the waits that each needs, the last one first; by these they are sorted.
+
+    A write goes after all that is made of what it ends, not only after its readers: compilers put reads off.
+    """
+    before = _order_by_memory(late)
+    needs: dict[Node, tuple[int, ...]] = {}
+    for number, node in enumerate(late):
+        sources = (*node.all_input_nodes, *before[node])
+        held = {wait for source in sources for wait in needs.get(source, ())}
+        needs[node] = tuple(
+            sorted(held | ({number} if _waits_on_gpu(node) else set()), reverse=True)
+        )
+    last = dict(needs)  # what all that is made of it needs
+    for node in reversed(late):
+        last[node] = max([needs[node], *(last[user] for user in node.users if user in last)])
+    place: dict[Node, tuple[int, ...]] = {}
+    for node in late:
+        sources = (*node.all_input_nodes, *before[node])
+        found = [needs[node], *(place[source] for source in sources if source in place)]
+        if node.target is _COPY:
+            found += [last[reader] for reader in before[node]]
+        place[node] = max(found)
+    return place
 
 
 def _waits_on_gpu(node: Node) -> bool:
