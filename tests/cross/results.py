@@ -77,10 +77,10 @@ def sums_are_sent_as_they_lie(made: Lowered) -> None:
 
 
 def waits_stand_at_first_readers(made: Lowered) -> None:
-    """What comes after a wait, other waits aside, reads what was waited for: the rest is on its way meanwhile."""
+    """What the device does after a wait reads what was waited for: the rest is on its way meanwhile."""
     for i, event in enumerate(made.events):
         if event.kind == "wait":
-            following = next(e for e in made.events[i + 1 :] if e.kind != "wait")
+            following = next(e for e in made.events[i + 1 :] if e.kind not in ("wait", "read"))
             found = set(event.reads) & set(following.reads)
             assert found, (
                 f"{following.name} waits for {', '.join(event.reads)}, which it does not read"
