@@ -51,7 +51,7 @@ ARROWS = {
     "checking": ("ir", "optim", "capture", "planning", "runtime"),
     "diagnosis": (),
     "eager": ("ir", "comm", "optim", "capture", "planning", "runtime", "checking", "diagnosis"),
-    "inspection": ("ir", "optim", "capture", "planning", "lowering", "runtime", "eager"),
+    "inspection": ("ir", "optim", "capture", "planning", "passes", "lowering", "runtime", "eager"),
     "doors": (
         "comm",
         "capture",

@@ -16,7 +16,7 @@ from contextvars import ContextVar
 
 import torch
 
-from gradsync_fx.comm.flat_buffers import contiguous_view
+from gradsync_fx.comm.flat_buffers import allocate, contiguous_view, piece_of, stretches
 from gradsync_fx.comm.rendezvous import Line
 from gradsync_fx.comm.shm_all_reduce import SharedBucket, SharedSums, find_shared
 from gradsync_fx.ir.ops import ALL_REDUCE_IN_PLACE, WAIT
@@ -41,7 +41,11 @@ class FlatBucket:
         """Starts its all-reduce. From here until the wait nobody may read or write the sums."""
         flat = self.flat
         if flat is None:
-            flat = torch.cat([total.reshape(-1) for total in self.sums])
+            copies = allocate(self.sums, self.sums[0].dtype)
+            for copy, total in zip(copies, self.sums, strict=True):
+                copy.copy_(total)
+            flat = contiguous_view(copies)
+            assert flat is not None
         self.sent = flat.to(wire)
         ALL_REDUCE_IN_PLACE(self.sent, op, group)
 
@@ -50,9 +54,9 @@ class FlatBucket:
         assert self.sent is not None
         reduced, self.sent = WAIT(self.sent), None
         if self.flat is None:
-            parts = reduced.split([total.numel() for total in self.sums])
+            parts = reduced.split(stretches(self.sums))
             for total, part in zip(self.sums, parts, strict=True):
-                total.copy_(part.view(total.shape))
+                total.copy_(piece_of(part, total))
         elif reduced.dtype is not self.flat.dtype:
             self.flat.copy_(reduced)
 

@@ -15,7 +15,7 @@ from gradsync_fx.errors import CaptureError
 from gradsync_fx.inspection.costs import Hardware, Load, predict
 from gradsync_fx.inspection.flops import load_of
 from gradsync_fx.inspection.held import graphs_of, held_by
-from gradsync_fx.inspection.memory import Size, bytes_of, peak_of
+from gradsync_fx.inspection.memory import Size, value_bytes, peak_of
 from gradsync_fx.ir.ops import node_line
 from gradsync_fx.ir.program import Program
 from gradsync_fx.runtime.captured_step import CapturedStep
@@ -105,7 +105,7 @@ def _between(small: Measure, large: Measure, n: int, one: float, two: float) -> 
 def _sizes(one: GraphModule, two: GraphModule, small: Measure, large: Measure, n: int) -> Size:
     found: dict[Node, int] = {}
     for a, b in zip(one.graph.nodes, two.graph.nodes, strict=True):
-        found[a] = max(0, round(_between(small, large, n, bytes_of(a), bytes_of(b))))
+        found[a] = max(0, round(_between(small, large, n, value_bytes(a), value_bytes(b))))
     return found.__getitem__
 
 

@@ -53,7 +53,7 @@ class Peak:
 
 def peak_of(module: GraphModule, size: Size | None = None) -> Peak:
     """The peak of a program's graph beside its inputs. size: bytes of a node's value, from its shape unless given."""
-    size = size or bytes_of
+    size = size or value_bytes
     sources = _written_down(module)
     last = _last_reads(module, sources)
     living: dict[Node, int] = {}
@@ -74,7 +74,7 @@ def peak_of(module: GraphModule, size: Size | None = None) -> Peak:
     return peak
 
 
-def bytes_of(node: Node) -> int:
+def value_bytes(node: Node) -> int:
     """Of the tensor that a node gives; 0 for several at once, whose items are nodes of their own."""
     value = node.meta.get("val")
     return size_in_bytes(value) if isinstance(value, torch.Tensor) else 0

@@ -30,6 +30,7 @@ from gradsync_fx.passes.check_lowered import check_lowered
 from gradsync_fx.passes.device_numbers import numbers_on_device
 from gradsync_fx.passes.fuse import add_products, norms_as_sums, numbers_as_tensors, write_early
 from gradsync_fx.passes.inline import inline_bodies
+from gradsync_fx.passes.join_updates import join_updates
 from gradsync_fx.passes.overlap import reduce_in_place, wait_late
 from gradsync_fx.passes.pointwise_updates import cut_updates
 from gradsync_fx.passes.reduce import (
@@ -40,6 +41,7 @@ from gradsync_fx.passes.reduce import (
 )
 from gradsync_fx.passes.remain import keep_collectives, keep_late_collectives
 from gradsync_fx.passes.rewritten import Rewritten
+from gradsync_fx.passes.spread_waits import spread_waits
 from gradsync_fx.passes.update import inline_updates
 from gradsync_fx.passes.verify import verify
 from gradsync_fx.passes.weigh import weigh_terms
@@ -77,12 +79,14 @@ FOR_INDUCTOR: list[tuple[str, LoweringPass]] = [
     ("overlap", wait_late),
     ("in_place", reduce_in_place),
     ("updates", cut_updates),
+    ("updates", join_updates),
     (ALWAYS, inline_bodies),
     (ALWAYS, norms_as_sums),
     ("products", add_products),
     (ALWAYS, write_early),
     (ALWAYS, numbers_as_tensors),
     (ALWAYS, numbers_on_device),
+    ("overlap", spread_waits),
 ]
 FOR_OTHERS: list[tuple[str, LoweringPass]] = [
     (ALWAYS, inline_bodies),

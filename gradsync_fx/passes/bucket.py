@@ -1,4 +1,7 @@
-"""One all-reduce for a bucket of tensors: cat -> all_reduce -> wait -> slices, and nothing where there is no group."""
+"""One all-reduce for a bucket of tensors: cat -> all_reduce -> wait -> slices, and nothing where there is no group.
+
+What is sent is laid out as flat_buffers.py lays out running sums: with gaps, of zeros, where that has some.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from gradsync_fx.comm.flat_buffers import stretches
 from gradsync_fx.ir import ops
 from gradsync_fx.ir.builder import Draft
 from gradsync_fx.passes.sums import cast
@@ -61,27 +65,33 @@ def reduce_bucket(
             draft.call_known(form, _aten.reshape.default, w, [-1])
             for form, w in zip(one, wire, strict=True)
         ]
+        whole = stretches(one)
+        for i, (form, size) in enumerate(zip(one, whole, strict=True)):
+            if size > counts[i]:
+                form = draft.form(form, shape=[size])
+                gap = [0, size - counts[i]]
+                pieces[i] = draft.call_known(form, _aten.constant_pad_nd.default, pieces[i], gap)
         flat = pieces[0]
         if len(pieces) > 1:
-            form = draft.form(one[0], shape=[sum(counts)])
+            form = draft.form(one[0], shape=[sum(whole)])
             flat = draft.call_known(form, _aten.cat.default, pieces)
         form = draft.form(flat.meta["val"])  # another storage than what is sent
         started = draft.call_known(form, ops.ALL_REDUCE, flat, bucket.reduction.op, group)
         started.meta["bucket"], started.meta["early"] = True, early  # for the lowering
         waited = draft.call_known(form, ops.WAIT, started)
         reduced, start = [], 0
-        for pair, term, form, count in zip(pairs, terms, one, counts, strict=True):
+        for pair, term, form, count, size in zip(pairs, terms, one, counts, whole, strict=True):
             value = pair.meta["val"]
             piece = draft.call_known(form, _aten.slice.Tensor, waited, 0, start, start + count)
-            whole = draft.form(form, shape=value.shape)
-            view = draft.call_known(whole, _aten.reshape.default, piece, list(value.shape))
+            form = draft.form(form, shape=value.shape)
+            view = draft.call_known(form, _aten.reshape.default, piece, list(value.shape))
             total = cast(draft, view, value.dtype)
             if term.meta["val"].is_complex():
                 total = draft.call_known(
                     draft.form(term.meta["val"]), _aten.view_as_complex.default, total
                 )
             reduced.append(total if scale is None else _times(draft, total, scale.inverse))
-            start += count
+            start += size
     return reduced
 
 

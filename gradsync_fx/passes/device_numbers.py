@@ -59,6 +59,12 @@ OF_TENSORS: dict[Any, Any] = {
     _aten.gt.Scalar: _aten.gt.Tensor,
     _aten.ge.Scalar: _aten.ge.Tensor,
 }
+# Whatever a graph does with numbers, Python's or of one element: the op on tensors that it is.
+ON_NUMBERS: dict[Any, Any] = {
+    op: OF_TENSORS.get(on, on) for op, on in (*ARITHMETIC.items(), *OF_CONSTANTS.items())
+}
+ON_NUMBERS |= {OF_TENSORS.get(op, op): OF_TENSORS.get(op, op) for op in ON_NUMBERS.values()}
+ON_NUMBERS |= {op: OF_TENSORS.get(op, op) for op in OF_CONSTANTS.values()}
 # Dtypes of numbers that come from the host: each of their values is one of float64.
 _EXACT = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

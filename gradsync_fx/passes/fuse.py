@@ -3,7 +3,8 @@
 foreach_norm([a, b], 2)[i]   ->   sqrt(sum(a * a))    part of the loop that makes the values; the op for many tensors is
                                                       opaque, and reads values that were stored for it
 copy_(acc, acc + g), last    ->   the same, right after the sum: the gradient's memory is free for the next one
-copy_(acc, acc + mm(a, b))   ->   add_product(acc, a, b): the product adds itself to the sum, and is never stored
+copy_(acc, acc + mm(a, b))   ->   add_product(acc, a, b): the product adds itself to the sum, and is never stored. On a
+                                  GPU one of bfloat16 or float16 goes into a float32 sum, without being rounded first
 
 And what it would round:
 
@@ -26,6 +27,8 @@ from gradsync_fx.passes.rewritten import Rewritten
 
 
 _aten = torch.ops.aten
+_CAST = torch.ops.prims.convert_element_type.default
+_HALF = (torch.bfloat16, torch.float16)
 # Ops of two tensors that take a number for the second one, too.
 _OF_TENSORS = (_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor)
 # Those with a factor (alpha, value) before their second term: what adds it, and what makes it of two others.
@@ -37,12 +40,20 @@ SCALED: dict[Any, tuple[Any, Any]] = {
 }
 _LIBRARY = torch.library.Library("gradsync_fx", "FRAGMENT")
 _LIBRARY.define("add_product(Tensor(a!) total, Tensor a, Tensor b) -> ()")
-# Below, the product's time is the call's.
+# Below, on a CPU, the product's time is the call's.
 _WORTH_IT = 2**14
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     torch.addmm(total, a, b, out=total)
+
+
+def _add_product_on_gpu(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """One call of cuBLAS, with beta 1: a result that is the first argument is not copied first."""
+    if total.dtype is a.dtype:
+        _add_product(total, a, b)
+    else:  # terms of half the width are multiplied as such, and added up as the sum is
+        _aten.addmm.dtype_out(total, a, b, total.dtype, out=total)
 
 
 @torch.library.register_fake("gradsync_fx::add_product", lib=_LIBRARY)
@@ -51,6 +62,7 @@ def _add_product_fake(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> 
 
 
 _LIBRARY.impl("add_product", _add_product, "CompositeExplicitAutograd")
+_LIBRARY.impl("add_product", _add_product_on_gpu, "CUDA")
 ADD_PRODUCT = torch.ops.gradsync_fx.add_product.default
 
 
@@ -179,17 +191,27 @@ def _product(total: Node, source: Any) -> list[tuple[Node, bool]] | None:
         return None
     if total.op != "placeholder" or source.args[0] is not total or source.kwargs:
         return None
+    form = total.meta["val"]
     product, turned = argument(source, 1), False
-    while isinstance(product, Node) and product.target is _aten.permute.default:
+    while isinstance(product, Node) and product.target in (_aten.permute.default, _CAST):
         if len(product.users) > 1:
             return None
-        product, turned = argument(product, 0), not turned
+        turned ^= product.target is _aten.permute.default
+        product = argument(product, 0)
     if not isinstance(product, Node) or product.target is not _aten.mm.default:
         return None
-    form, value = total.meta["val"], product.meta["val"]
-    if form.dtype is not value.dtype or form.device.type != "cpu" or len(product.users) > 1:
+    if not _may_add(form, product.meta["val"]) or len(product.users) > 1:
         return None
-    if not all(type(n) is int for n in form.shape) or form.numel() < _WORTH_IT:
+    if not all(type(n) is int for n in form.shape):
+        return None
+    if form.device.type == "cpu" and form.numel() < _WORTH_IT:
         return None
     a, b = argument(product, 0), argument(product, 1)
     return [(b, True), (a, True)] if turned else [(a, False), (b, False)]
+
+
+def _may_add(total: torch.Tensor, product: torch.Tensor) -> bool:
+    """Whether there is a kernel that adds a product of this dtype to such a sum."""
+    if total.device.type == "cuda" and total.dtype is torch.float32 and product.dtype in _HALF:
+        return True
+    return total.device.type in ("cpu", "cuda") and total.dtype is product.dtype

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
+from gradsync_fx.comm.flat_buffers import stretches
 from gradsync_fx.comm.inplace_all_reduce import START_SUMS, WAIT_SUMS
 from gradsync_fx.ir import ops
 from gradsync_fx.ir.builder import emit
@@ -23,6 +24,8 @@ from gradsync_fx.passes.rewritten import Rewritten
 
 _aten = torch.ops.aten
 _CAST = torch.ops.prims.convert_element_type.default
+# Where a bucket is one stretch of memory, and a collective takes it as it lies.
+_IN_PLACE = ("cpu", "cuda")
 
 
 def gradient_reductions(module: GraphModule) -> list[Node]:
@@ -91,7 +94,12 @@ def _bucket(
         form, value = holder.meta["val"], total.meta["val"]
         readers = [u for u in holder.users if u is not zeroed[holder]]
         lies_alike = form.dtype is value.dtype and form.shape == value.shape
-        if not lies_alike or form.device.type != "cpu" or not form.numel() or len(readers) != 1:
+        if (
+            not lies_alike
+            or form.device.type not in _IN_PLACE
+            or not form.numel()
+            or len(readers) != 1
+        ):
             return None
     (waited,) = started.users
     reduced = _read(waited, [t.meta["val"] for t in totals])
@@ -100,6 +108,8 @@ def _bucket(
 
 def _total(piece: Node) -> Node:
     """What was flattened, and perhaps cast, for the wire."""
+    if piece.target is _aten.constant_pad_nd.default:
+        piece = argument(piece, 0)
     source: Node = argument(piece, 0)
     return argument(source, 0) if source.target is _CAST else source
 
@@ -107,8 +117,8 @@ def _total(piece: Node) -> Node:
 def _read(waited: Node, forms: list[torch.Tensor]) -> list[Node | None] | None:
     """The ends of wait -> slice -> reshape (-> cast), by the position of the slice; None where it reads otherwise."""
     starts = [0]
-    for form in forms:
-        starts.append(starts[-1] + form.numel())
+    for size in stretches(forms):
+        starts.append(starts[-1] + size)
     found: list[Node | None] = [None] * len(forms)
     for piece in waited.users:
         if piece.target is not _aten.slice.Tensor or argument(piece, 2) not in starts:

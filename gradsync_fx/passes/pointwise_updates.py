@@ -101,13 +101,13 @@ class _UpdateCutter:
             zeroed = node is inputs[1] and node in self.resets
             if node in self.position and others and not zeroed:
                 return None
-        if self.zeroed.intersection(_scaling(argument(call, 1))[0].all_input_nodes):
+        if self.zeroed.intersection(scaling_of(argument(call, 1))[0].all_input_nodes):
             return None  # an earlier call reads the same sum, and zeroes it
         return found if inputs[0] in written else None
 
     def _cut_call(self, call: Node, copies: dict[int, Node]) -> None:
         body = self.module.get_submodule(str(call.target))
-        total, scaling = _scaling(argument(call, 1))
+        total, scaling = scaling_of(argument(call, 1))
         raw = self._sum_in_place(total)
         zeroes = raw in self.resets
         inputs: list[Any] = list(call.args)
@@ -206,7 +206,7 @@ def _lasts(node: Node) -> bool:
     )
 
 
-def _scaling(gradient: Node) -> tuple[Node, list[Node]]:
+def scaling_of(gradient: Node) -> tuple[Node, list[Node]]:
     """The tensor that a gradient is made of, and the ops on it that need no other tensor with dimensions."""
     steps: list[Node] = []
     while gradient.op == "call_function":

@@ -20,23 +20,19 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from gradsync_fx.comm.flat_buffers import stretches
 from gradsync_fx.comm.inplace_all_reduce import START_SUMS, WAIT_SUMS
 from gradsync_fx.ir import ops
 from gradsync_fx.ir.memory import viewed, written
 from gradsync_fx.ir.ops import argument
-from gradsync_fx.passes.device_numbers import ARITHMETIC, COMMUTATIVE, OF_CONSTANTS, OF_TENSORS
+from gradsync_fx.passes.device_numbers import COMMUTATIVE, OF_TENSORS, ON_NUMBERS
 from gradsync_fx.passes.fuse import ADD_PRODUCT, SCALED
+from gradsync_fx.passes.join_updates import JOINED
 
 
 _aten = torch.ops.aten
 _CAST = torch.ops.prims.convert_element_type.default
-# On numbers: the op on tensors that each of Python's is; and those that change none, or round it.
-_ARITHMETIC: dict[Any, Any] = {
-    op: OF_TENSORS.get(on, on) for op, on in (*ARITHMETIC.items(), *OF_CONSTANTS.items())
-}
-_ARITHMETIC |= {OF_TENSORS.get(op, op): OF_TENSORS.get(op, op) for op in _ARITHMETIC.values()}
-_ARITHMETIC |= {op: OF_TENSORS.get(op, op) for op in OF_CONSTANTS.values()}
-_SAME = (_aten.scalar_tensor.default, _CAST)
+_SAME = (_aten.scalar_tensor.default, _CAST)  # they change no number, or round it
 
 
 class Fault(Exception):
@@ -125,9 +121,9 @@ class Terms:
         widened = op is _CAST and _value(args[1]) is torch.float64
         if widened and first.op is _aten.reshape.default and _value(first.args[1]) == ():
             return self.number(self.make("number", first.args[0]))
-        if op in _ARITHMETIC and all(a in self._numbers or _is_constant(a) for a in args):
+        if op in ON_NUMBERS and all(a in self._numbers or _is_constant(a) for a in args):
             held = [a if isinstance(a, Term) else _constant(float(_value(a))) for a in args]
-            return self.number(self.make(_ARITHMETIC[op], *held))
+            return self.number(self.make(ON_NUMBERS[op], *held))
         if op in OF_TENSORS and len(args) == 2 and args[1] in self._numbers:
             return self.make(OF_TENSORS[op], *args)
         return None
@@ -148,9 +144,14 @@ class Terms:
                 one = many[_value(args[1])]
                 square = self.make(_aten.mul.Tensor, one, one)
                 return self.make(_aten.sqrt.default, self.make(_aten.sum.default, square))
+        if op is _CAST and args[0].op is _aten.lt.Tensor and args[0].args[0] is args[0].args[1]:
+            return self.make(_aten.full.default, (), (float, 0.0))
         if op is _aten.permute.default and _value(args[1]) == (1, 0):
             if args[0].op is op and args[0].args[1] == args[1]:
                 return args[0].args[0]
+            if args[0].op is _CAST:
+                turned_first = self.of(op, (args[0].args[0], args[1]), {})
+                return self.make(_CAST, turned_first, *args[0].args[1:])
             if args[0].op is _aten.mm.default:
                 a, b = args[0].args
                 turned = [self.of(op, (factor, args[1]), {}) for factor in (b, a)]
@@ -276,6 +277,8 @@ class Machine:
             return self._start(node, [env[n] for n in argument(node, 0)])
         if target is WAIT_SUMS:
             return self.wait_sums([env[n] for n in argument(node, 0)])
+        if target is JOINED:
+            return [self.bind(self.read(env[n])) for n in argument(node, 0)]
         if target is ops.WAIT:
             return self._wait(env[argument(node, 0)])
         if target is _aten.copy_.default:
@@ -283,7 +286,8 @@ class Machine:
             return env[argument(node, 0)]
         if target is ADD_PRODUCT:
             total, a, b = (self.read(env[n]) for n in node.args)  # type: ignore[index]
-            product = self.terms.make(_aten.mm.default, a, b)
+            held, factor = (n.meta["val"].dtype for n in node.args[:2])  # type: ignore[union-attr]
+            product = self._cast(self.terms.make(_aten.mm.default, a, b), factor, held)
             self.write(env[argument(node, 0)], self.terms.make(_aten.add.Tensor, total, product))
             return None
         if target is _aten.clone.default and not any(u.op == "output" for u in node.users):
@@ -343,20 +347,25 @@ class Machine:
             self.terms.of(_aten.reshape.default, (self._cast(self.read(s), v.dtype, wire), ((int, -1),)), {})
             for s, v in zip(sums, values, strict=True)
         ]  # fmt: skip
+        sizes = stretches(values)
+        for i, (value, size) in enumerate(zip(values, sizes, strict=True)):
+            if size > value.numel():
+                gap = tuple(map(_constant, (0, size - value.numel())))
+                pieces[i] = self.terms.make(_aten.constant_pad_nd.default, pieces[i], gap)
         flat = pieces[0] if len(pieces) == 1 else self.terms.make(_aten.cat.default, tuple(pieces))
         sent = self.terms.make(ops.ALL_REDUCE, flat, _constant(op), _constant(group))
         self.sent[sent] += 1
         self.waited[sent] += 1  # or `finish` finds it under way
         arrived, start = self.terms.make(ops.WAIT, sent), 0
         bucket = SumsUnderWay({})
-        for ref, value in zip(sums, values, strict=True):
+        for ref, value, size in zip(sums, values, sizes, strict=True):
             end = start + value.numel()
             ends = tuple(map(_constant, (0, start, end)))
             piece = self.terms.make(_aten.slice.Tensor, arrived, *ends)
             shape = tuple(map(_constant, value.shape))
             whole = self.terms.make(_aten.reshape.default, piece, shape)
             bucket.reduced[ref.root] = self._cast(whole, wire, value.dtype)
-            start = end
+            start += size
         if len(bucket.reduced) < len(sums):
             raise Fault("a sum stands twice in one bucket")
         self.under_way.update(dict.fromkeys(bucket.reduced, bucket))
@@ -364,8 +373,7 @@ class Machine:
     def _cast(self, term: Term, held: Any, wanted: Any) -> Term:
         if held is wanted:
             return term
-        cast = torch.ops.prims.convert_element_type.default
-        return self.terms.make(cast, term, _constant(wanted))
+        return self.terms.make(_CAST, term, _constant(wanted))
 
     def wait_sums(self, sums: list[Ref]) -> None:
         """The sums of a bucket that was started hold what all ranks' do together."""

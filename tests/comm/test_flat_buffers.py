@@ -31,3 +31,15 @@ def test_what_lies_otherwise_is_not_contiguous_view() -> None:
     a, b, c = allocate([torch.empty(2, 2), torch.empty(4), torch.empty(4)], torch.float32)
     for other in ([b, a], [a, c], [a.t(), b], [a, torch.zeros(4)], [a, b.view(torch.int32)]):
         assert contiguous_view(other) is None
+
+
+def test_elsewhere_than_on_the_cpu_each_sum_starts_even() -> None:
+    forms = [torch.empty(n, device="meta") for n in (3, 32, 17, 5)]
+    sums = allocate(forms, torch.bfloat16)
+    assert [total.storage_offset() for total in sums] == [0, 16, 48, 80]
+    assert [total.shape for total in sums] == [form.shape for form in forms]
+    flat = contiguous_view(sums)
+    assert flat is not None
+    assert flat.shape == (85,)
+    assert contiguous_view(sums[1:3]) is not None
+    assert contiguous_view(sums[::2]) is None

@@ -16,6 +16,7 @@ class Case:
     k_each: two optimizers with a k each. checkpointing: the middle of the model is computed again in backward. wire:
     gradients are reduced in bfloat16. dynamic: the batch has any number of rows. every_choice: of block sizes is
     compiled, not only the first. tail: is lowered as well. fault: of faults.py, planted in the boundary.
+    without: optimizations that are left out.
     """
 
     model: str
@@ -37,6 +38,7 @@ class Case:
     sync_each_batch: bool = False
     tail: bool = True
     fault: str = ""
+    without: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         yes = [name for name in OPTIONS if getattr(self, name)]

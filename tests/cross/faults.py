@@ -47,18 +47,6 @@ def reduced_twice(module: GraphModule) -> None:
     waited.replace_all_uses_with(second, delete_user_cb=lambda user: user not in (again, second))
 
 
-def waited_together(module: GraphModule) -> None:
-    """All reductions are waited for at one place."""
-    waits = [n for n in module.graph.nodes if "wait_tensor" in str(n.target)]
-    for node in reversed(waits[:-1]):
-        later: set[Node] = {node}
-        for user in module.graph.nodes:
-            if user < waits[-1] and later.intersection(user.all_input_nodes):
-                later.add(user)
-        for moved in reversed([n for n in module.graph.nodes if n in later]):
-            waits[-1].append(moved)
-
-
 def host_waits(module: GraphModule) -> None:
     """The host asks the device for the loss, as an integer, to multiply it by that."""
     (out,) = module.graph.find_nodes(op="output")
@@ -80,7 +68,6 @@ def host_waits(module: GraphModule) -> None:
 FAULTS: dict[str, Callable[[GraphModule], None]] = {
     "reduced_late": reduced_late,
     "reduced_twice": reduced_twice,
-    "waited_together": waited_together,
     "host_waits": host_waits,
 }
 

@@ -198,7 +198,7 @@ def _stand_ins() -> None:
     def decorator(**given: Any) -> Callable[[Any], _Kernel]:
         return lambda function: _Kernel(function, given["inductor_meta"])
 
-    for kind in ("pointwise", "reduction", "persistent_reduction"):
+    for kind in ("pointwise", "reduction", "persistent_reduction", "foreach"):
         setattr(heuristics, kind, decorator)
     heuristics.libdevice = _Library()
     sys.modules["interpreted_heuristics"] = heuristics

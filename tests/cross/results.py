@@ -65,15 +65,22 @@ def nothing_but_sums(made: Lowered) -> None:
 def one_reduction_for_each_bucket(made: Lowered, beside: int = 0) -> None:
     """Started once, and waited for once. beside: reductions of windows' weights that travel alone."""
     reductions = made.of("reduce")
-    assert all("all_reduce" in e.name for e in reductions)
+    assert all("all_reduce" in e.name or "gradsync_fx.start" in e.name for e in reductions)
     assert len(reductions) == len(made.of("wait")) == made.buckets + beside
 
 
+def sums_are_sent_as_they_lie(made: Lowered) -> None:
+    """What is reduced is the running sums themselves: no flat tensor is put together for it."""
+    for event in made.of("reduce"):
+        copies = [name for name in event.reads if not name.startswith("accumulator ")]
+        assert not copies, f"{event.name} sends {', '.join(copies)}"
+
+
 def waits_stand_at_first_readers(made: Lowered) -> None:
-    """What comes after a wait, other waits aside, reads what was waited for: the rest is on its way meanwhile."""
+    """What the device does after a wait reads what was waited for: the rest is on its way meanwhile."""
     for i, event in enumerate(made.events):
         if event.kind == "wait":
-            following = next(e for e in made.events[i + 1 :] if e.kind != "wait")
+            following = next(e for e in made.events[i + 1 :] if e.kind not in ("wait", "read"))
             found = set(event.reads) & set(following.reads)
             assert found, (
                 f"{following.name} waits for {', '.join(event.reads)}, which it does not read"

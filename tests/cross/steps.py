@@ -196,7 +196,7 @@ def captured(case: Case) -> Iterator[Any]:
             "sync_each_batch": case.sync_each_batch,
             "reduce_dtype": torch.bfloat16 if case.wire else None,
             "dynamic": True if case.dynamic else None,
-            "without": ("shared_compile",),  # of processes of one host: there is one
+            "without": ("shared_compile", *case.without),  # of processes of one host: there is one
         }
         step = OptimizedStep(step_of(case, held), Options.of(options), simulated=case.ranks)
         written_out = sdpa_kernel(SDPBackend.MATH) if case.attention_in_products else nullcontext()

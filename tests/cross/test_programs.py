@@ -16,6 +16,7 @@ from tests.cross.results import (
     one_reduction_for_each_bucket,
     reductions_start_in_backward,
     sums_are_aligned,
+    sums_are_sent_as_they_lie,
     the_host_never_waits,
     updates_are_few_launches,
     waits_stand_at_first_readers,
@@ -75,6 +76,17 @@ def test_a_bucket_that_is_reduced_twice_is_found(lower: Lower) -> None:
         one_reduction_for_each_bucket(lower(replace(FAULTY, fault="reduced_twice"))["boundary"])
 
 
+@pytest.mark.parametrize("case", [*PLAIN, replace(MLP, model="odd")], ids=str)
+def test_buckets_are_sent_as_they_lie(case: Case, lower: Lower) -> None:
+    for name in ("boundary", "tail"):
+        sums_are_sent_as_they_lie(lower(case)[name])
+
+
+def test_buckets_that_are_put_together_are_found(lower: Lower) -> None:
+    with pytest.raises(AssertionError, match="all_reduce_.default sends buf"):
+        sums_are_sent_as_they_lie(lower(replace(FAULTY, without=("in_place",)))["boundary"])
+
+
 @plain
 def test_reductions_start_before_the_backward_ends(case: Case, lower: Lower) -> None:
     reductions_start_in_backward(lower(case)["boundary"])
@@ -85,9 +97,6 @@ def test_reductions_that_start_after_the_backward_are_found(lower: Lower) -> Non
         reductions_start_in_backward(lower(replace(FAULTY, fault="reduced_late"))["boundary"])
 
 
-@pytest.mark.xfail(
-    reason="all waits stand ahead of the first update", raises=AssertionError, strict=True
-)
 @plain
 def test_each_wait_stands_at_its_first_reader(case: Case, lower: Lower) -> None:
     for name in ("boundary", "tail"):
@@ -96,7 +105,7 @@ def test_each_wait_stands_at_its_first_reader(case: Case, lower: Lower) -> None:
 
 def test_waits_at_one_place_are_found(lower: Lower) -> None:
     with pytest.raises(AssertionError, match="which it does not read"):
-        waits_stand_at_first_readers(lower(replace(FAULTY, fault="waited_together"))["boundary"])
+        waits_stand_at_first_readers(lower(replace(FAULTY, without=("overlap",)))["boundary"])
     boundary = lower(MLP)["boundary"]
     sent = [HostEvent("reduce", "all_reduce", (n,)) for n in "ab"]
     (wait_a, wait_b), (read_a, read_b) = (
@@ -111,13 +120,7 @@ def test_waits_at_one_place_are_found(lower: Lower) -> None:
 
 @pytest.mark.parametrize(
     "model",
-    [
-        "mlp",
-        pytest.param(
-            "odd",
-            marks=pytest.mark.xfail(reason="no gaps are left", raises=AssertionError, strict=True),
-        ),
-    ],
+    ["mlp", "odd"],
 )
 def test_sums_lie_at_16_bytes(model: str, lower: Lower) -> None:
     sums_are_aligned(lower(replace(FAULTY, model=model))["boundary"])
@@ -129,9 +132,6 @@ def test_sums_that_lie_elsewhere_are_found(lower: Lower) -> None:
         sums_are_aligned(replace(boundary, offsets={"weight": 0, "bias": 40}))
 
 
-@pytest.mark.xfail(
-    reason="each parameter has a launch of its own", raises=AssertionError, strict=True
-)
 @pytest.mark.parametrize("model", ["mlp", "gpt"])
 def test_an_update_is_few_launches(model: str, lower: Lower) -> None:
     """Of one bucket, which holds all parameters."""

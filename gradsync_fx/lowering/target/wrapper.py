@@ -36,6 +36,9 @@ BOOKKEEPING = {
     "max",  # of sizes
     "min",
 }
+WAITS = ("torch.ops._c10d_functional.wait_tensor", "torch.ops.gradsync_fx.wait.")
+REDUCES = ("torch.ops._c10d_functional.", "torch.ops.gradsync_fx.start.")
+ADDS = "torch.ops.gradsync_fx.add_product."
 VIEWS = {"reinterpret_tensor", "copy_if_misaligned"}
 
 
@@ -231,10 +234,12 @@ class _Reader:
             self._add("read", method, (self._origin(owner),))
             if written:
                 self._read.add(written)
-        elif function.startswith("torch.ops._c10d_functional.wait_tensor"):
+        elif function.startswith(WAITS):
             self._add("wait", function, reads, reads)
-        elif "_c10d_functional." in function:
+        elif function.startswith(REDUCES):
             self._add("reduce", function, reads, (*reads, *writes))
+        elif function.startswith(ADDS):
+            self._add("extern", function, reads, reads[:1])
         elif owner == "extern_kernels" or function.startswith(("torch.ops.", "aten.")):
             self._add("extern", function, reads, writes)
         elif function.startswith(("cpp_fused", "kernel_cpp", "async_compile")):
@@ -260,7 +265,9 @@ class _Reader:
         given = [*call.args, *(k.value for k in call.keywords if k.arg != "out")]
         for value in given:
             for node in ast.walk(value):
-                if isinstance(node, ast.Name) and not node.id.startswith(("reinterpret", "raw_")):
+                if isinstance(node, ast.Name) and not node.id.startswith(
+                    ("reinterpret", "raw_", "torch")
+                ):
                     yield self._origin(node.id)
 
     def _origin(self, name: str) -> str:

@@ -1,0 +1,77 @@
+"""What the optimizations make of a program for a GPU: each is seen in its code, and is gone where it is left out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.cross.cases import Case
+from tests.cross.conftest import Lower
+from tests.cross.results import Lowered
+
+
+pytestmark = [pytest.mark.cross, pytest.mark.captured]
+MLP = Case("mlp", tail=False)
+
+
+def products(made: Lowered) -> list[tuple[str, ...]]:
+    """What products are added to where they are made."""
+    return [e.writes for e in made.of("extern") if "add_product" in e.name]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "autocast"])
+def test_products_go_into_their_sums(precision: str, lower: Lower) -> None:
+    """Of all three layers; where the sums are wider than the products, too."""
+    for name, made in lower(replace(MLP, precision=precision)).items():
+        sums = [f"accumulator {layer}.weight" for layer in ("last", "middle.0", "first.0")]
+        assert products(made) == [(total,) for total in sums], name
+
+
+def test_products_by_themselves(lower: Lower) -> None:
+    plain, without = lower(MLP), lower(replace(MLP, without=("products",)))
+    for name, made in without.items():
+        assert products(made) == []
+        assert made.source.count("= empty_strided_cuda(") > plain[name].source.count(
+            "= empty_strided_cuda("
+        )
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("option", ["", "clip", "weights"])
+def test_the_update_of_a_bucket_is_one_launch(option: str, optimizer: str, lower: Lower) -> None:
+    """It zeroes the sums, too: no launch fills them."""
+    case = replace(MLP, optimizer=optimizer, **dict.fromkeys([option] if option else [], True))
+    made = lower(case)["boundary"]
+    updates = [e for e in made.events if any(n.startswith("parameter ") for n in e.writes)]
+    assert [e.kind for e in updates] == ["launch"] * made.buckets
+    assert not [e for e in made.of("fill") if any(n.startswith("accumulator") for n in e.writes)]
+    zeroed = {n for e in updates for n in e.writes if n.startswith("accumulator ")}
+    assert zeroed == {n for n in made.inputs if n.startswith("accumulator ")}
+
+
+def test_updates_by_themselves(lower: Lower) -> None:
+    """A launch for each parameter, and one for each sum that is zeroed."""
+    made = lower(replace(MLP, without=("updates",)))["boundary"]
+    fills = [e for e in made.of("fill") if any(n.startswith("accumulator") for n in e.writes)]
+    assert len(fills) == 8
+
+
+def test_others_are_updated_before_a_bucket_is_waited_for(lower: Lower) -> None:
+    made = lower(MLP)["boundary"]
+    kinds = [e.kind for e in made.events if e.kind == "wait" or "triton_for" in e.name]
+    assert kinds == ["wait", "launch", "wait", "launch"]
+    without = lower(replace(MLP, without=("overlap",)))["boundary"]
+    kinds = [e.kind for e in without.events if e.kind == "wait" or "triton_for" in e.name]
+    assert kinds == ["wait", "wait", "launch", "launch"]
+
+
+def test_a_norm_of_all_gradients_needs_all_buckets(lower: Lower) -> None:
+    """Sums of squares stand between the waits, and both updates after the last one."""
+    made = lower(replace(MLP, clip=True))["boundary"]
+    waits = [i for i, e in enumerate(made.events) if e.kind == "wait"]
+    between = made.events[waits[0] + 1 : waits[1]]
+    assert all(
+        "triton_red" in e.name or "triton_per" in e.name for e in between if e.kind == "launch"
+    )
+    assert [e for e in between if e.kind == "launch"]
