@@ -35,7 +35,7 @@ def spread_waits(rewritten: Rewritten) -> None:
     (end,) = graph.find_nodes(op="output")
     for node in sorted(late, key=place.__getitem__):
         end.prepend(node)
-    _delay(graph.nodes)
+    _delay(list(graph.nodes))
     rewritten.main.recompile()
 
 
@@ -103,7 +103,7 @@ def _written_by(node: Node) -> Iterator[Node]:
         )
 
 
-def _delay(nodes: Iterator[Node]) -> None:
+def _delay(nodes: list[Node]) -> None:
     """Each wait goes right before the first that reads what it waits for."""
     order = {node: i for i, node in enumerate(nodes)}
     for wait in [n for n in order if _waits_on_gpu(n)]:
