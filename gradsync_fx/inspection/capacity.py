@@ -15,7 +15,7 @@ from gradsync_fx.errors import CaptureError
 from gradsync_fx.inspection.costs import Hardware, Load, predict
 from gradsync_fx.inspection.flops import load_of
 from gradsync_fx.inspection.held import graphs_of, held_by
-from gradsync_fx.inspection.memory import Size, value_bytes, peak_of
+from gradsync_fx.inspection.memory import Size, peak_of, value_bytes
 from gradsync_fx.ir.ops import node_line
 from gradsync_fx.ir.program import Program
 from gradsync_fx.runtime.captured_step import CapturedStep

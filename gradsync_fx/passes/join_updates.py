@@ -31,8 +31,6 @@ JOINED = torch.ops.aten._foreach_clone.default
 def join_updates(rewritten: Rewritten) -> None:
     """Joins the calls of one body for the parameters of one bucket, and the zeroing of its sums."""
     module, fake_mode = rewritten.main, rewritten.fake_mode
-    # Of what Inductor counts more than half are values in registers; so a launch has no more than its 250 arguments.
-    rewritten.settings["combo_kernel_max_num_args"] = 500
     waits = module.graph.find_nodes(op="call_function", target=WAIT_SUMS)
     bucket = {total: wait for wait in waits for total in argument(wait, 0)}
     groups: dict[Any, list[Node]] = {}
@@ -43,6 +41,9 @@ def join_updates(rewritten: Rewritten) -> None:
         if body.meta.get("pointwise") and form.device.type == "cuda":
             key = (call.target, bucket.get(holder_of(argument(call, 1))), form.dtype)
             groups.setdefault(key, []).append(call)
+    if groups:
+        # Of what Inductor counts half are values in registers: a launch has no more than its usual 250 arguments.
+        rewritten.settings["combo_kernel_max_num_args"] = 500
     for calls in groups.values():
         items: dict[int, list[Node]] = {}
         for call in calls:

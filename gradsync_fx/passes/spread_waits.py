@@ -35,7 +35,7 @@ def spread_waits(rewritten: Rewritten) -> None:
     (end,) = graph.find_nodes(op="output")
     for node in sorted(late, key=place.__getitem__):
         end.prepend(node)
-    _delay(graph.nodes)
+    _delay(list(graph.nodes))
     rewritten.main.recompile()
 
 
