@@ -33,10 +33,21 @@ function drawPrograms(report) {
       { title: "Calls", number: true }, { title: "Measured per call", number: true }], found, { id: "programs-table" }),
     el("p", { class: "muted" }, measured ? "Measured: host time of the calls so far, this rank. Not to be mixed with the estimates above."
       : "Nothing has been run: there are no measured times."),
+    ...report.memory ? memoryTable(report.memory) : [],
     ...report.programs.map((p) => lazy(["Code of ", el("code", {}, p.name), el("span", { class: "muted" }, ` ${plural(p.code.split("\n").length, "line")}`)],
       () => el("pre", { tabindex: "0" }, el("code", {}, p.code.trim())))),
     ...report.regions.length ? [lazy("Regions and their lines", () => regionTable(report))] : [],
     lazy(`Passes: ${passesTold(report)}`, () => passTable(report), { id: "passes" }));
+}
+
+// What one rank needs: held between calls, and the most that each program takes beside that.
+function memoryTable(memory) {
+  const held = Object.values(memory.held).reduce((sum, n) => sum + n, 0);
+  const kinds = Object.entries(memory.held).map(([kind, n]) => `${kind} ${bytes(n)}`);
+  return [
+    table("Memory", [{ title: "Program" }, { title: "Held", number: true }, { title: "Temporary", number: true }, { title: "Peak", number: true }, { title: "At" }],
+      memory.programs.map((p) => [el("code", {}, p.name), bytes(held), bytes(p.temporaries), bytes(held + p.temporaries), el("code", {}, p.line)]), { id: "memory-table" }),
+    el("p", { class: "muted" }, `Of one rank, estimated from the graphs. Held: ${kinds.join(", ")}.`)];
 }
 
 function passesTold(report) {
