@@ -105,6 +105,7 @@ try:
     from torch._inductor import comms as inductor_comms
     from torch._inductor import config as inductor_config
     from torch._inductor import list_mode_options
+    from torch._inductor import utils as inductor_utils
     from torch._inductor.compile_fx import (
         _recursive_joint_graph_passes as inductor_joint_passes,
     )
@@ -249,6 +250,14 @@ def in_order_with_collectives(started: Any) -> AbstractContextManager[Any]:
         return plain(node, *args)
 
     return mock.patch.object(inductor_comms, "contains_collective", contains)
+
+
+def is_recorded(node: Any) -> bool:
+    """Whether a CUDA graph can hold what a node of a graph does."""
+    unsafe = getattr(inductor_utils, "is_cudagraph_unsafe_fx_node", None)  # seen in 2.13
+    if unsafe is not None:
+        return not unsafe(node)
+    return torch.Tag.cudagraph_unsafe not in getattr(node.target, "tags", ())
 
 
 def as_dynamic(entry: Any) -> Any:

@@ -71,10 +71,28 @@ def explain(
     ranks = world_size or here
     if card is not None:
         return _on_target(card, plain, args, rest, options, ranks, machine)
-    with _ranks_at_hand(ranks), stand_ins(plain, args, rest) as (given, named):
-        step = OptimizedStep(plain, options, simulated=ranks)
-        step.capture(*given, **named)
+    with captured(plain, args, rest, options, ranks) as step:
         return step.report(machine)
+
+
+@contextmanager
+def captured(
+    train_step: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    options: Options,
+    ranks: int,
+    device: torch.device | None = None,
+) -> Iterator[OptimizedStep[..., Any]]:
+    """A step that was captured with these arguments for so many ranks, none of which need be there. device: to have all
+    its tensors on."""
+    with (
+        _ranks_at_hand(ranks),
+        stand_ins(train_step, args, kwargs, device) as (given, named),
+    ):
+        step = OptimizedStep(train_step, options, simulated=ranks)
+        step.capture(*given, **named)
+        yield step
 
 
 def _on_target(
@@ -104,12 +122,9 @@ def _on_target(
         device = torch.device("cuda", 0)
         with (
             absent(card) as binaries,
-            _ranks_at_hand(ranks),
-            stand_ins(step, args, kwargs, device) as (given, named),
+            captured(step, args, kwargs, options, ranks, device) as found,
         ):
-            captured = OptimizedStep(step, options, simulated=ranks)
-            captured.capture(*given, **named)
-            report, captures = captured.report(machine), captured._executor.catalogue.captures
+            report, captures = found.report(machine), found._executor.catalogue.captures
             if not captures:  # it runs eagerly
                 return report
             code = target_code(captures, options, card, machine, binaries)

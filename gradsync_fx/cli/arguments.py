@@ -25,6 +25,10 @@ EXAMPLES = {
         "gradsync-fx diff examples/inspect_step.py:gpt",
         "gradsync-fx diff train.py:factory -k 4 --world-size 8 --unified | less -R",
     ),
+    "plan": (
+        "gradsync-fx plan examples/inspect_step.py:gpt --memory 2GB --global-batch 64",
+        "gradsync-fx plan train.py:factory --memory 24GB --global-batch 512 --world-size 8 --hardware a100-nvlink",
+    ),
     "doctor": ("gradsync-fx doctor", "gradsync-fx doctor --json - | jq .ok"),
 }
 
@@ -91,6 +95,22 @@ HardwareOption = Annotated[
         show_default="laptop, or the target's",
         autocompletion=lambda: list(PRESETS),
         rich_help_panel=ESTIMATE,
+    ),
+]
+MemoryOption = Annotated[
+    str,
+    typer.Option(
+        "--memory", metavar="SIZE", help="of one rank: 24GB, 80GiB, or bytes", show_default=False
+    ),
+]
+GlobalBatchOption = Annotated[
+    int,
+    typer.Option(
+        "--global-batch",
+        min=1,
+        metavar="N",
+        help="samples of one update, on all ranks together",
+        show_default=False,
     ),
 ]
 LatencyOption = Annotated[

@@ -76,14 +76,44 @@ class Request:
 
 def make_report(request: Request, tell: Tell) -> Report:
     """Loads, calls, explains; runs no step. Raises `Problem`."""
-    target = request.target
+    with made(request.target, tell) as call:
+        step, args, kwargs = call()
+        tell(f"capturing {getattr(step, '__name__', 'the step')}")
+        with told(request.target, step):
+            return gradsync_fx.explain(
+                step,
+                *args,
+                world_size=request.world_size,
+                hardware=request.hardware,
+                target=request.card,
+                **request.options,
+                **kwargs,
+            )
+
+
+@contextmanager
+def made(target: Target, tell: Tell) -> Iterator[Made]:
+    """The factory, loaded; it can be called in the block. Raises `Problem`."""
     with _as_a_script(target):
         tell(f"loading {_short(target.file) or target.module}")
         factory = _factory(target, _load(target))
         tell(f"calling {target.factory}")
-        step, args, kwargs = _call(target, factory)
-        tell(f"capturing {getattr(step, '__name__', 'the step')}")
-        return _explain(request, step, args, kwargs)
+        yield Made(target, factory)
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A user's factory."""
+
+    target: Target
+    factory: Callable[..., Any]
+
+    def takes(self, name: str) -> bool:
+        return name in inspect.signature(self.factory).parameters
+
+    def __call__(self, **given: Any) -> tuple[Any, tuple[Any, ...], Any]:
+        """The step, its positional and its named arguments. Raises `Problem`."""
+        return _call(self.target, self.factory, **given)
 
 
 @contextmanager
@@ -147,10 +177,12 @@ def _factory(target: Target, module: ModuleType) -> Callable[..., Any]:
     )
 
 
-def _call(target: Target, factory: Callable[..., Any]) -> tuple[Any, tuple[Any, ...], Any]:
+def _call(
+    target: Target, factory: Callable[..., Any], **given: Any
+) -> tuple[Any, tuple[Any, ...], Any]:
     line = _line(factory) or str(target)
     try:
-        result = factory()
+        result = factory(**given)
     except BaseException as error:
         raise _raised(target, error, f"in {target.factory}()", line) from error
 
@@ -175,28 +207,24 @@ def _call(target: Target, factory: Callable[..., Any]) -> tuple[Any, tuple[Any, 
     return step, tuple(args), kwargs
 
 
-def _explain(request: Request, step: Any, args: tuple[Any, ...], kwargs: Any) -> Report:
-    line = _line(step) or str(request.target)
+@contextmanager
+def told(target: Target, step: Any) -> Iterator[None]:
+    """Errors of a capture become a `Problem`."""
+    line = _line(step) or str(target)
     # It logs a traceback of its own before the error that says the same in a line.
     logger = logging.getLogger(FAKE_TENSOR_LOG)
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
-        return gradsync_fx.explain(
-            step,
-            *args,
-            world_size=request.world_size,
-            hardware=request.hardware,
-            target=request.card,
-            **request.options,
-            **kwargs,
-        )
+        yield
     except OptionError as error:
         raise Problem.of(USAGE, error, _trace(error)) from error
     except GradSyncError as error:
         raise Problem.of(REFUSED, error, _trace(error)) from error
+    except Problem:
+        raise
     except BaseException as error:
-        raise _raised(request.target, error, "while the step was captured", line) from error
+        raise _raised(target, error, "while the step was captured", line) from error
     finally:
         logger.setLevel(level)
 

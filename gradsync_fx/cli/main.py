@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -28,11 +28,13 @@ from gradsync_fx.cli.arguments import (
     EachOption,
     FactoryArgument,
     FlopsOption,
+    GlobalBatchOption,
     HardwareOption,
     HtmlOption,
     JsonOption,
     LatencyOption,
     LimitOption,
+    MemoryOption,
     NonfiniteOption,
     ReductionOption,
     SeveralRanksOption,
@@ -45,8 +47,9 @@ from gradsync_fx.cli.arguments import (
     epilog,
 )
 from gradsync_fx.cli.diff import codes, to_sides
-from gradsync_fx.cli.factory import Request, Target, make_report
+from gradsync_fx.cli.factory import Request, Target, Tell, make_report
 from gradsync_fx.cli.outputs import STDOUT, check_outputs, save_output, show, write
+from gradsync_fx.cli.plan import Wanted, as_data, make_plan, to_table
 from gradsync_fx.cli.problems import REFUSED, USAGE, Problem, printable
 from gradsync_fx.cli.subprocess_job import limited
 from gradsync_fx.errors import OptionError, ToolchainError
@@ -177,6 +180,43 @@ def diff(
 
 
 @app.command(
+    epilog=epilog("plan"),
+    help="Which micro-batch and k fit into the memory of one rank, and what each costs.\n\n"
+    f"{FACTORY} Where it has a parameter micro_batch, it is called with several.",
+)
+def plan(
+    factory: FactoryArgument,
+    memory: MemoryOption,
+    global_batch: GlobalBatchOption,
+    world_size: SeveralRanksOption = 1,
+    hardware: HardwareOption = "laptop",
+    latency: LatencyOption = None,
+    bandwidth: BandwidthOption = None,
+    flops: FlopsOption = None,
+    accumulator_dtype: SumsOption = None,
+    reduce_dtype: WireOption = None,
+    json: JsonOption = None,
+    timeout: LimitOption = 600.0,
+    traceback: TraceOption = False,
+) -> None:
+    given = dict(locals())
+    with _told(traceback):
+        check_outputs(json=json)
+        wanted = Wanted.of(memory, global_batch, world_size)
+        machine = _hardware(hardware or "laptop", latency=latency, bandwidth=bandwidth, flops=flops)
+        request = _request({**given, "gradient_accumulation_steps": "2"}, machine)
+        found = _limited(partial(make_plan, request, wanted), request, timeout)
+        if json is not None:
+            write(json, _json(as_data(found, wanted, request)))
+        if json != STDOUT:
+            console = Console()
+            wide = console if console.is_terminal else Console(width=WIDTH)
+            show(wide, to_table(found, wanted, request))
+        if not any(choice.fits for choice in found):
+            raise typer.Exit(REFUSED)
+
+
+@app.command(
     epilog=epilog("doctor"),
     help="Whether this machine has what gradsync_fx needs, and what to do.",
 )
@@ -208,13 +248,20 @@ def doctor(json: JsonOption = None, traceback: TraceOption = False) -> None:
 def _report(
     given: dict[str, Any], machine: Hardware, timeout: float, target: str | None = None
 ) -> Report:
-    """The report for the arguments of a command, made in a process of its own. Raises `Problem`."""
+    """The report for the arguments of a command. Raises `Problem`."""
+    request = _request(given, machine, target)
+    report: Report = _limited(partial(make_report, request), request, timeout)
+    return report
+
+
+def _request(given: dict[str, Any], machine: Hardware, target: str | None = None) -> Request:
+    """What the arguments of a command ask for. Raises `Problem`."""
     factory = Target.of(given["factory"])
     names = (
         "reduction", "bucket_cap_mb", "sync_each_batch", "skip_nonfinite", "broadcast_buffers",
         "accumulator_dtype", "reduce_dtype",
     )  # fmt: skip
-    options = {name: given[name] for name in names if given[name] not in (None, False)}
+    options = {name: given[name] for name in names if given.get(name) not in (None, False)}
     steps = given["gradient_accumulation_steps"]
     options["gradient_accumulation_steps"] = int(steps) if _is_number(steps) else steps
     for name in ("accumulator_dtype", "reduce_dtype"):
@@ -224,20 +271,23 @@ def _report(
         Options.of(options)
     except OptionError as error:
         raise Problem.of(USAGE, error) from error
+    return Request(factory, given["world_size"], machine, options, target)
+
+
+def _limited(job: Callable[[Tell], Any], request: Request, timeout: float) -> Any:
+    """What a job on the user's file gives, done in a process of its own. Raises `Problem`."""
     if not math.isfinite(timeout):
         raise Problem(USAGE, "--timeout", f"{timeout}", "a number of seconds", "0 is for no limit")
-    request = Request(factory, given["world_size"], machine, options, target)
     err = Console(stderr=True)
     with err.status(Text("starting")) as status:
-        report: Report = limited(
-            partial(make_report, request),
+        return limited(
+            job,
             timeout,
-            str(factory),
-            factory.file,
+            str(request.target),
+            request.target.file,
             tell=lambda doing: status.update(Text(f"{printable(doing)} ...")),
             show=lambda text: err.print(Text(text), end="", soft_wrap=True),
         )
-    return report
 
 
 def _card(target: str | None) -> Card | None:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 
 import torch
 
+from gradsync_fx.comm.host_copy import HostCopy
 from gradsync_fx.comm.rendezvous import Line, broadcast
 from gradsync_fx.errors import RanksDisagreeError
 from gradsync_fx.user_lines import warn_user
@@ -28,13 +29,13 @@ _PLACE, _WORD = 0x9E3779B97F4A7C15 - 2**64, 0x2545F4914F6CDD1D
 class Drift:
     """Compares the ranks' parameters as updates go by.
 
-    A comparison on the CPU is made at once. On another device the hash is left to be computed, and read when the ranks
-    meet next: a call never waits for it.
+    A comparison on the CPU is made at once. On another device the hash is left to be computed and copied, and read when
+    the ranks meet next: a call waits for nothing that was queued after it.
     """
 
     def __init__(self) -> None:
         self._parameters: dict[str, torch.Tensor] = {}
-        self._pending: tuple[int, dict[str, torch.Tensor], torch.Tensor] | None = None
+        self._pending: tuple[int, dict[str, torch.Tensor], HostCopy] | None = None
         self._warned = False
 
     def begin(self, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -49,8 +50,9 @@ class Drift:
         if line.group is None or (update != 1 and update % COMPARED_EVERY):
             return
         held = {name: p for name, p in self._parameters.items() if name in reduced}
-        self._pending = (update, held, fingerprint(held.values()))
-        if self._pending[2].device.type == "cpu":
+        mine = fingerprint(held.values())
+        self._pending = (update, held, HostCopy(mine))
+        if mine.device.type == "cpu":
             self.compare(line)
 
     def compare(self, line: Line) -> None:
@@ -58,7 +60,8 @@ class Drift:
         if self._pending is None:
             return
         (update, held, mine), self._pending = self._pending, None
-        rows = line.gather([int(mine) % _EXACT, len(held)], where=f"after update {update}")
+        (number,) = mine.values()
+        rows = line.gather([int(number) % _EXACT, len(held)], where=f"after update {update}")
         if any(row != rows[0] for row in rows):
             self._find(line, update, held)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
@@ -11,19 +13,52 @@ import torch.distributed as dist
 from gradsync_fx.errors import RankLostError
 
 
+# Where NCCL's flight recorder writes to, by torch's variables and without them; and what switches it on.
+_RECORDS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+_NAMES = ("comm_lib_trace_rank_", "nccl_trace_rank_")
+_BUFFERS = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+_STARTED = time.time()
 # gloo raises plain RuntimeErrors; it names its own source file, or one of these.
 _GLOO = re.compile(r"gloo/|Connection (closed|reset|refused)|Broken pipe|[Tt]imed out waiting")
 
 
 def lost(seen: str, where: str, absent: Sequence[int] = ()) -> RankLostError:
     """where: this rank, and its position in the window. absent: the ranks that are missing, where that is known."""
+    record = flight_record()
     return RankLostError(
         named(absent) or "the other ranks",
         seen=f"{seen}; {where}" if where else seen,
         wanted="all ranks at the same collective within the timeout",
-        fix="see whether a rank was killed, raised, ended, or made fewer calls (step.flush() is for a rank whose data "
-        "ended); the process group cannot be used further: restart all ranks from the last saved state",
+        fix=f"{record}see whether a rank was killed, raised, ended, or made fewer calls (step.flush() is for a rank "
+        "whose data ended); the process group cannot be used further: restart all ranks from the last saved state",
     )
+
+
+def flight_record() -> str:
+    """Where NCCL wrote down its collectives, or will when its own timeout ends; "" where there is nothing of the kind.
+
+    `python -m torch.distributed.flight_recorder` reads what all ranks wrote.
+    """
+    given, cache = _setting(*_RECORDS), _setting("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    places = [given] if given else [os.path.join(cache, "torch", name) for name in _NAMES]
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    for prefix in places:
+        file = f"{prefix}{rank}"
+        if os.path.exists(file) and os.path.getmtime(file) >= _STARTED:
+            return f"read NCCL's flight record in {file}, and those of the other ranks beside it; "
+    if _setting(*_BUFFERS) not in ("", "0") and _uses_nccl():
+        return f"NCCL writes its flight record to {places[0]}<rank> when its own timeout ends; "
+    return ""
+
+
+def _setting(*names: str) -> str:
+    """NCCL's, which torch reads there; the first of these that is set."""
+    held = os.environ
+    return next((held[name] for name in names if held.get(name)), "")
+
+
+def _uses_nccl() -> bool:
+    return dist.is_initialized() and "nccl" in dist.get_backend_config()
 
 
 def named(ranks: Sequence[int]) -> str:

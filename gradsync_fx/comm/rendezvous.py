@@ -1,4 +1,5 @@
-"""What ranks tell each other outside of the programs: where they stand.
+"""What ranks tell each other outside of the programs: where they stand. It is said on the host, also where gradients
+are reduced on another device, so that nobody waits for what runs there.
 
 Nothing here runs in an accumulate call, unless that call has collectives anyway (sync_each_batch, buffers "every").
 """
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from gradsync_fx._torch import all_gather_single
+from gradsync_fx.comm.host_group import backend_of, host_group, in_order_of
 from gradsync_fx.comm.liveness import (
     Compilations,
     find_absent,
@@ -133,18 +135,19 @@ class Line:
         if self.group is None:
             return [list(values)]
         next_meeting(self.group.group_name)
-        mine = torch.tensor(values, dtype=torch.float64, device=_device(self.group))
-        world = dist.get_world_size(self.group)
-        everyone = torch.empty(world * len(values), dtype=torch.float64, device=mine.device)
-        work = all_gather_single(everyone, mine, group=self.group, async_op=True)
+        mine = torch.tensor(values, dtype=torch.float64, device="cpu")
+        world, host = dist.get_world_size(self.group), host_group(self.group)
+        everyone = torch.empty(world * len(values), dtype=torch.float64, device="cpu")
+        work = all_gather_single(everyone, mine, group=host, async_op=True)
         self._wait(work, where)
-        return everyone.view(world, len(values)).tolist()
+        rows: list[list[float]] = everyone.view(world, len(values)).tolist()
+        return rows if host is self.group else [rows[i] for i in in_order_of(self.group, host)]
 
     def _wait(self, work: dist.Work, where: str) -> None:
         assert self.group is not None
         name = self.group.group_name
         try:
-            if self.timeout is not None or is_gloo(self.group):
+            if self.timeout is not None or is_gloo(host_group(self.group)):
                 self._look_round_until_it_came(work, where)
             work.wait()
         except RuntimeError as failure:
@@ -279,12 +282,8 @@ def _disagree(
 
 
 def is_gloo(group: ProcessGroup) -> bool:
-    """Whether its collectives run on the host."""
-    return "gloo" in dist.get_backend(group)
-
-
-def _device(group: ProcessGroup) -> torch.device:
-    return torch.device("cpu") if is_gloo(group) else torch.device("cuda")
+    """Whether gloo runs its collectives of tensors on the CPU."""
+    return backend_of(group, "cpu") == "gloo"
 
 
 def _came_within(work: dist.Work, seconds: float) -> bool:
@@ -304,6 +303,7 @@ def broadcast(group: ProcessGroup, tensors: list[torch.Tensor], rank: int = 0) -
         alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     for some in alike.values():
         flat = torch.cat([t.reshape(-1) for t in some])
-        dist.broadcast(flat, source, group=group)
+        on_host = flat.device.type == "cpu"
+        dist.broadcast(flat, source, group=host_group(group) if on_host else group)
         for tensor, value in zip(some, flat.split([t.numel() for t in some]), strict=True):
             tensor.copy_(value.view(tensor.shape))

@@ -105,10 +105,33 @@ class GraphNode:
 
 
 @dataclass(frozen=True, slots=True)
+class ProgramMemory:
+    """The most bytes that one program takes at a time beside what is held, and the user's line that is run then."""
+
+    name: str
+    temporaries: int
+    line: str
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of one rank's memory, estimated from the graphs. held: between calls, by kind of tensor; and the batch."""
+
+    held: dict[str, int]
+    programs: tuple[ProgramMemory, ...]
+
+    @property
+    def peak(self) -> int:
+        """The most at any time, of any program."""
+        return sum(self.held.values()) + max(p.temporaries for p in self.programs)
+
+
+@dataclass(frozen=True, slots=True)
 class ReportData:
     """What a step does and what the rewrite changed. See the module's text for the units.
 
-    moved: calls of the step that run after the program, or that were dropped. code: made for a target; None without.
+    moved: calls of the step that run after the program, or that were dropped. memory: None for a step that runs as it
+    is. code: made for a target; None without.
     """
 
     step: str
@@ -133,4 +156,5 @@ class ReportData:
     programs: tuple[ProgramInfo, ...]
     graph: tuple[GraphNode, ...]
     predicted: Prediction
+    memory: Memory | None
     code: TargetCode | None

@@ -18,6 +18,7 @@ from gradsync_fx.inspection.data import (
     Region,
 )
 from gradsync_fx.inspection.flops import load_of
+from gradsync_fx.inspection.held import memory_of
 from gradsync_fx.inspection.remarks import remarks
 from gradsync_fx.inspection.report import Report
 from gradsync_fx.inspection.tensors import (
@@ -104,6 +105,7 @@ def describe(
         programs=_programs(captures),
         graph=graph,
         predicted=predict(load_of(captured), k, hardware, sync_each=options.sync_each_batch),
+        memory=memory_of(captured, programs),
         code=None,
     )
 

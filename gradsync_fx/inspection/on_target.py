@@ -14,7 +14,7 @@ from gradsync_fx.inspection.flops import flops_of
 from gradsync_fx.ir.program import Program
 from gradsync_fx.lowering.target.absent import Binary
 from gradsync_fx.lowering.target.cards import Card
-from gradsync_fx.lowering.target.code import REGION, program_code, units
+from gradsync_fx.lowering.target.code import REGION, lowered, program_code
 from gradsync_fx.lowering.target.made import ProgramCode, TargetCode
 from gradsync_fx.options import Options
 from gradsync_fx.runtime.captured_step import CapturedStep
@@ -57,7 +57,7 @@ def _code(
             origin = originals.get(str(node.meta.get("origin", "")))
             node.meta[REGION] = region_of(captured, node, origin)
             flops += flops_of(node)
-    made = units(program, captured.facts.capture.fake_mode, captured.facts.options)
+    made = lowered(program, captured.facts.capture.fake_mode, captured.facts.options)
     code = program_code(name, program, made, binaries)
     seconds = flops / hardware.flops + code.bytes / card.bandwidth
     return replace(code, flops=flops, seconds=seconds)

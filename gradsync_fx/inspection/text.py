@@ -41,6 +41,7 @@ def to_tables(report: ReportData) -> RenderableType:
         _collectives(report),
         _regions(report),
         _programs(report),
+        _memory(report),
         _prediction(report),
         _code(report),
         _measured(report),
@@ -87,7 +88,7 @@ def _collectives(report: ReportData) -> RenderableType:
     for c in found[:shown]:
         _collective(table, c)
     if between := found[shown:-1]:
-        least, most = (_binary(pick(c.bytes for c in between)) for pick in (min, max))
+        least, most = (binary(pick(c.bytes for c in between)) for pick in (min, max))
         each = f"all {least}" if least == most else f"{least} to {most}"
         names = number_of(sum(len(c.parameters) for c in between), "parameter")
         table.add_row("...", "", "", "", "", "", f"{len(between)} more, {each}: {names}")
@@ -104,7 +105,7 @@ def _collective(table: Table, c: Collective) -> None:
     table.add_row(str(c.bucket), f"{c.bytes:,}", c.dtype, c.op, str(c.ranks), programs, names)
 
 
-def _binary(size: int) -> str:
+def binary(size: int) -> str:
     """`1.0 MiB`."""
     if size < KIB:
         return number_of(size, "byte")
@@ -164,13 +165,27 @@ def _code(report: ReportData) -> RenderableType:
             str(program.temporaries),
             str(max((k.registers for k in made), default=0)),
             str(sum(k.spilled > 0 for k in made)),
-            _binary(program.bytes),
+            binary(program.bytes),
             seconds_text(program.seconds),
             program.recording.verdict,
         )
         if program.recording.why:
             parts.append(Text(f"{program.name}, outside: {'; '.join(program.recording.why)}"))
     return Group(_spaced(table), *parts)
+
+
+def _memory(report: ReportData) -> RenderableType:
+    """What one rank needs, by program; an estimate."""
+    if report.memory is None:
+        return Text("", end="")
+    held = report.memory.held
+    size = sum(held.values())
+    table = _table("memory", "held", "temporary", "peak", "at", text="at")
+    for program in report.memory.programs:
+        row = (size, program.temporaries, size + program.temporaries)
+        table.add_row(program.name, *map(binary, row), program.line)
+    kinds = ", ".join(f"{kind} {binary(n)}" for kind, n in held.items())
+    return Group(_spaced(table), Text(f"held: {kinds}"))
 
 
 def _measured(report: ReportData) -> RenderableType:

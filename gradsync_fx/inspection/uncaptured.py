@@ -49,6 +49,7 @@ def describe_eager(
         programs=(),
         graph=(),
         predicted=predict(Load(0, 0, (), eager.setting.world), k, hardware),
+        memory=None,
         code=None,
     )
 

@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,14 +31,32 @@ from gradsync_fx.comm.inplace_all_reduce import START_SUMS
 from gradsync_fx.ir.journal import Journal
 from gradsync_fx.ir.program import Program, output_values
 from gradsync_fx.lowering.compile_lock import compile_once
+from gradsync_fx.lowering.number_vector import with_vector
+from gradsync_fx.lowering.recording import Recorded, held_inputs, recording_of, warn_once
 from gradsync_fx.options import Options
 from gradsync_fx.passes import FOR_INDUCTOR, FOR_OTHERS, rewrite
+from gradsync_fx.passes.device_numbers import accelerator_of
 from gradsync_fx.passes.pointwise_updates import run_calls
 from gradsync_fx.passes.rewritten import Rewritten, copy_module
 from gradsync_fx.user_lines import warn_user
 
 
 Compiled = Callable[[list[Any]], Any]
+GRAPHS = "triton.cudagraphs"
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """How Inductor compiles a graph.
+
+    settings: its own. held: positions of the inputs that stay where they are. inference: whether it is told that the
+    graph has no backward of its own; its recordings know forward, backward and this. On a CPU it would only put the
+    nodes in another order.
+    """
+
+    settings: dict[str, Any]
+    held: tuple[int, ...] = ()
+    inference: bool = False
 
 
 def decompositions(options: Options) -> dict[Any, Any]:
@@ -57,7 +76,7 @@ def lower(program: Program, fake_mode: Any, options: Options, journal: Journal) 
     """Compiles a program. The callable takes the list of its inputs, which it may empty, and returns its outputs."""
     if options.backend == "inductor" and not _is_complex(program):
         rewritten = rewrite(program, fake_mode, journal, FOR_INDUCTOR, options.without)
-        return _inductor(rewritten, options)
+        return _inductor(rewritten, options, journal)
     if as_it_is(options) or options.backend == "inductor":
         return lambda args: program.module(*args)
     backend = (
@@ -73,28 +92,57 @@ def _is_complex(program: Program) -> bool:
     return any(v.is_complex() for v in program.inputs() if isinstance(v, torch.Tensor))
 
 
-def _inductor(rewritten: Rewritten, options: Options) -> Compiled:
+def _inductor(rewritten: Rewritten, options: Options, journal: Journal) -> Compiled:
     program, cut = rewritten.program, rewritten.cut
     patches = {**rewritten.settings, **_patches(options)}
-    if all(v.device.type == "cpu" for v in program.inputs() if isinstance(v, torch.Tensor)):
+    device = accelerator_of(program.inputs())
+    if device is None:
         # Turning convolutions to channels last is for GPUs: on a CPU it costs more than they do.
         patches.setdefault("layout_optimization", False)
+    else:
+        # It would put each reduction right before its wait.
+        patches.setdefault("reorder_for_locality", False)
 
-    def compiled(module: GraphModule, inputs: list[Any], fake_mode: Any) -> Compiled:
+    def compiled(module: GraphModule, inputs: list[Any], fake_mode: Any, how: How) -> Compiled:
         module.recompile()  # Inductor's cache knows a module by its code
         shared = "shared_compile" not in options.without
         spare = copy_module(module)  # Inductor changes what it compiles
         try:
-            return _compiled(module, inputs, fake_mode, patches, shared)
+            return _compiled(module, inputs, fake_mode, how, shared)
         except Exception as failure:
-            return _compiled_anew(spare, inputs, fake_mode, patches, failure)
+            return _compiled_anew(spare, inputs, fake_mode, how, failure)
 
-    main = compiled(rewritten.main, program.inputs(), rewritten.fake_mode)
+    values = [n.meta["val"] for n in rewritten.main.graph.find_nodes(op="placeholder")]
+    plain = How({**patches, GRAPHS: False}, inference=device is not None)
+    asked = patches.get(GRAPHS, inductor_config.triton.cudagraphs)
+    recording = recording_of(rewritten, asked=asked)
+    if asked and options.mode in (None, "reduce-overhead"):  # in others it is one thing of many
+        warn_once(recording, journal.recordings)
+    if asked and not recording.never:
+        spare, held = copy_module(rewritten.main), held_inputs(rewritten)
+        how = How({**patches, GRAPHS: True}, tuple(held), inference=True)
+        made = compiled(rewritten.main, values, rewritten.fake_mode, how)
+        recording = replace(recording, parts=len(getattr(made, "partition_maps", None) or ()))
+
+        def instead() -> Compiled:
+            return compiled(spare, values, rewritten.fake_mode, plain)
+
+        def not_recorded(why: str) -> None:
+            after = replace(recording, never=why, apart=(), parts=0)
+            warn_once(after, journal.recordings)
+            journal.recordings[program.name] = after
+
+        main: Compiled = Recorded(made, instead, held, spare, not_recorded)
+    else:
+        main = compiled(rewritten.main, values, rewritten.fake_mode, plain)
+    journal.recordings[program.name] = recording
+    if rewritten.numbers:
+        main = with_vector(main, rewritten.numbers, values[-1].device)
     if not cut.calls:
         return main
     for kernel, body in rewritten.updates.items():
         inputs = [n.meta["val"] for n in body.graph.find_nodes(op="placeholder")]
-        kernel.run = compiled(body, inputs, kernel.fake_mode)
+        kernel.run = compiled(body, inputs, kernel.fake_mode, plain)
     outputs = len(output_values(program.module))
 
     def run(args: list[Any]) -> list[Any]:
@@ -110,7 +158,7 @@ def _compiled_anew(
     module: GraphModule,
     inputs: list[Any],
     fake_mode: Any,
-    patches: dict[str, Any],
+    how: How,
     failure: Exception,
 ) -> Compiled:
     """Past the files of Inductor's cache, of which one may be torn: by a full disk, or a process that was killed.
@@ -120,7 +168,7 @@ def _compiled_anew(
     folder, beside = inductor_cache_dir(), tempfile.mkdtemp(prefix="gradsync_fx-")
     try:
         with fresh_cache(dir=beside, delete=False):  # kernels may be loaded later
-            compiled = _compiled(module, inputs, fake_mode, patches, shared=False)
+            compiled = _compiled(module, inputs, fake_mode, how, shared=False)
     except Exception:
         shutil.rmtree(beside, ignore_errors=True)
         raise failure from failure.__cause__
@@ -140,7 +188,7 @@ def _patches(options: Options) -> dict[str, Any]:
 
 
 def _compiled(
-    module: GraphModule, inputs: list[Any], fake_mode: Any, patches: dict[str, Any], shared: bool
+    module: GraphModule, inputs: list[Any], fake_mode: Any, how: How, shared: bool
 ) -> Compiled:
     # A fresh context: strides that another program left in it would be taken for this one's. Inductor's passes make
     # tensors of their own, as if called by AOTAutograd: with the fake mode in force.
@@ -148,13 +196,15 @@ def _compiled(
         fake_mode,
         tracing(TracingContext(fake_mode)),
         inductor_globals.set_fake_mode(fake_mode),
-        inductor_config.patch(patches),
+        inductor_config.patch(how.settings),
         in_order_with_collectives(START_SUMS),
     ):
         module = inductor_joint_passes(module)
         (out,) = module.graph.find_nodes(op="output")
         visible = [i for i, v in enumerate(output_values(module)) if isinstance(v, torch.fx.Node)]
         out.meta["user_visible_output_idxs"] = visible
-        with compile_once(module, inputs, patches) if shared else nullcontext():
-            compiled: Compiled = compile_fx_inner(module, inputs)
+        with compile_once(module, inputs, how.settings) if shared else nullcontext():
+            compiled: Compiled = compile_fx_inner(
+                module, inputs, static_input_idxs=how.held, is_inference=how.inference
+            )
     return compiled

@@ -27,6 +27,7 @@ from gradsync_fx.passes.accumulate import (
 )
 from gradsync_fx.passes.base import LoweringPass, Pass, check_graphs, run_passes
 from gradsync_fx.passes.check_lowered import check_lowered
+from gradsync_fx.passes.device_numbers import numbers_on_device
 from gradsync_fx.passes.fuse import add_products, norms_as_sums, numbers_as_tensors, write_early
 from gradsync_fx.passes.inline import inline_bodies
 from gradsync_fx.passes.join_updates import join_updates
@@ -84,6 +85,7 @@ FOR_INDUCTOR: list[tuple[str, LoweringPass]] = [
     ("products", add_products),
     (ALWAYS, write_early),
     (ALWAYS, numbers_as_tensors),
+    (ALWAYS, numbers_on_device),
     ("overlap", spread_waits),
 ]
 FOR_OTHERS: list[tuple[str, LoweringPass]] = [

@@ -30,6 +30,7 @@ from gradsync_fx.ir.memory import aliased, written
 from gradsync_fx.ir.ops import WAIT
 from gradsync_fx.ir.program import Program, output_values
 from gradsync_fx.passes.base import check_graphs
+from gradsync_fx.passes.device_numbers import accelerator_of
 from gradsync_fx.passes.rewritten import KernelCall, Rewritten, Wait
 from gradsync_fx.passes.symbolic import (
     Fault,
@@ -58,11 +59,13 @@ def check_lowered(rewritten: Rewritten) -> None:
     check_graphs(rewritten)
     program, main = rewritten.program, rewritten.main
     after = [_after(rewritten, call) for call in rewritten.cut.calls]
-    terms = Terms()
+    terms = Terms(on_device=accelerator_of(program.inputs()) is not None)
+    for i in rewritten.numbers:
+        terms.number(terms.make("input", i))
     meant, done = Machine(terms), Machine(terms)
     count = len(program.slots)
     meant_outputs = _run(program, meant, program.module, ())
-    outputs = _run(program, done, main, after)
+    outputs = _run(program, done, main, after, rewritten.numbers)
     for slot, root in zip(program.slots, range(count), strict=True):
         _compare(program, f"{slot.kind} {slot.name!r}", meant.memory[root], done.memory[root])
     results = output_values(program.module)
@@ -83,11 +86,19 @@ def _after(rewritten: Rewritten, call: KernelCall | Wait) -> _After:
 
 
 def _run(
-    program: Program, machine: Machine, main: GraphModule, after: Sequence[_After]
+    program: Program,
+    machine: Machine,
+    main: GraphModule,
+    after: Sequence[_After],
+    numbers: Sequence[int] = (),
 ) -> list[object]:
     inputs = [machine.bind(machine.terms.make("input", i)) for i in range(len(program.slots))]
+    given = [ref for i, ref in enumerate(inputs) if i not in numbers]
+    if numbers:
+        elements = [machine.memory[i] for i in numbers]
+        given.append(machine.bind(machine.terms.make("numbers", *elements)))
     try:
-        outputs = machine.run(main, inputs)
+        outputs = machine.run(main, given)
         extras = outputs[len(output_values(program.module)) :]
         held = [*inputs, *extras]
         for part in after:

@@ -32,7 +32,7 @@ _HALF = (torch.bfloat16, torch.float16)
 # Ops of two tensors that take a number for the second one, too.
 _OF_TENSORS = (_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor)
 # Those with a factor (alpha, value) before their second term: what adds it, and what makes it of two others.
-SCALED = {
+SCALED: dict[Any, tuple[Any, Any]] = {
     _aten.add.Tensor: (_aten.add.Tensor, None),
     _aten.sub.Tensor: (_aten.sub.Tensor, None),
     _aten.addcmul.default: (_aten.add.Tensor, _aten.mul.Tensor),

@@ -91,7 +91,9 @@ class Rewritten:
     """What a compiler is handed for a program. Passes change all of it but the program, which stays readable.
 
     program: the verified one.
-    main: its graph. Inputs: the program's; outputs: the program's, then the extras of `cut`.
+    main: its graph. Inputs: the program's without `numbers`, and a vector of these; outputs: the program's, then the
+        extras of `cut`.
+    numbers: positions of the program's inputs that a device is given in one vector (device_numbers.py).
     fake_mode: of the values in `main`.
     cut: empty until `cut_updates`.
     updates: what is compiled of each kernel: a copy of its graph.
@@ -101,6 +103,7 @@ class Rewritten:
     program: Program
     main: GraphModule
     fake_mode: Any
+    numbers: tuple[int, ...] = ()
     cut: Cut = field(default_factory=Cut)
     updates: dict[Kernel, GraphModule] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)

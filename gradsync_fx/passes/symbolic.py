@@ -6,7 +6,7 @@ add_product(acc, a, b)                the same term, though acc is written in pl
 A graph is run as eager would run it: values have memory, views read the memory below them as it is at that moment, and
 a write changes what every later read sees. Equal terms are one object. Two programs that leave the same terms in the
 same inputs compute the same from them, in whatever order, and with whatever writes in place. The rewrites of
-fuse.py and overlap.py are the only equations that it knows; what it does not know is different.
+fuse.py, overlap.py and device_numbers.py are the only equations that it knows; what it does not know is different.
 """
 
 from __future__ import annotations
@@ -25,12 +25,20 @@ from gradsync_fx.comm.inplace_all_reduce import START_SUMS, WAIT_SUMS
 from gradsync_fx.ir import ops
 from gradsync_fx.ir.memory import viewed, written
 from gradsync_fx.ir.ops import argument
+from gradsync_fx.passes.device_numbers import ARITHMETIC, COMMUTATIVE, OF_CONSTANTS, OF_TENSORS
 from gradsync_fx.passes.fuse import ADD_PRODUCT, SCALED
 from gradsync_fx.passes.join_updates import JOINED
 
 
 _aten = torch.ops.aten
 _CAST = torch.ops.prims.convert_element_type.default
+# On numbers: the op on tensors that each of Python's is; and those that change none, or round it.
+_ARITHMETIC: dict[Any, Any] = {
+    op: OF_TENSORS.get(on, on) for op, on in (*ARITHMETIC.items(), *OF_CONSTANTS.items())
+}
+_ARITHMETIC |= {OF_TENSORS.get(op, op): OF_TENSORS.get(op, op) for op in _ARITHMETIC.values()}
+_ARITHMETIC |= {op: OF_TENSORS.get(op, op) for op in OF_CONSTANTS.values()}
+_SAME = (_aten.scalar_tensor.default, _CAST)
 
 
 class Fault(Exception):
@@ -80,10 +88,16 @@ def _text(value: Any, depth: int) -> str:
 
 
 class Terms:
-    """All terms of a comparison."""
+    """All terms of a comparison. on_device: numbers are tensors there, by the equations of device_numbers.py."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_device: bool = False) -> None:
         self._known: dict[tuple[Any, ...], Term] = {}
+        self._on_device, self._numbers = on_device, set[Term]()
+
+    def number(self, term: Term) -> Term:
+        """Says that a term is one number, in float64."""
+        self._numbers.add(term)
+        return term
 
     def make(self, op: Any, *args: Any) -> Term:
         """The term itself, without equations."""
@@ -93,8 +107,38 @@ class Terms:
             found = self._known[key] = Term(op, args)
         return found
 
+    def _of_numbers(self, op: Any, args: tuple[Any, ...]) -> Term | None:
+        """What is computed of numbers, by Python or on the device; None for anything else.
+
+        A number is rounded wherever it meets a tensor: one of Python's by the op that takes it.
+        """
+        if op in COMMUTATIVE and _is_constant(args[0]):
+            args = args[::-1]
+        first = args[0] if args else None
+        if not isinstance(first, Term):
+            return None
+        if op is _aten.select.int and first.op == "numbers":
+            chosen: Term = first.args[_value(args[2])]
+            return chosen
+        if op in (ops.ITEM, *_SAME) and first in self._numbers:
+            return first
+        if op is ops.ITEM:
+            return self.number(self.make("number", first))
+        widened = op is _CAST and _value(args[1]) is torch.float64
+        if widened and first.op is _aten.reshape.default and _value(first.args[1]) == ():
+            return self.number(self.make("number", first.args[0]))
+        if op in _ARITHMETIC and all(a in self._numbers or _is_constant(a) for a in args):
+            held = [a if isinstance(a, Term) else _constant(float(_value(a))) for a in args]
+            return self.number(self.make(_ARITHMETIC[op], *held))
+        if op in OF_TENSORS and len(args) == 2 and args[1] in self._numbers:
+            return self.make(OF_TENSORS[op], *args)
+        return None
+
     def of(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Term:
         """The term of a call, by the equations that the rewrites of the lowering rest on."""
+        number = self._of_numbers(op, args) if self._on_device else None
+        if number is not None:
+            return number
         if op in (
             ops.ITEM,
             _aten.clone.default,
@@ -132,6 +176,10 @@ def _value(constant: Any) -> Any:
     if isinstance(constant, tuple) and len(constant) == 2 and isinstance(constant[0], type):
         return constant[1]
     return tuple(map(_value, constant)) if isinstance(constant, tuple) else constant
+
+
+def _is_constant(value: Any) -> bool:
+    return not isinstance(value, Term) and isinstance(_value(value), int | float)
 
 
 def _constant(value: Any) -> Any:

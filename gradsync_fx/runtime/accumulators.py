@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 import torch
 
 from gradsync_fx._torch import FakeTensor, has_hooks
 from gradsync_fx.capture.tracer import hook_error
 from gradsync_fx.comm.flat_buffers import allocate
+from gradsync_fx.comm.host_copy import HostCopy
 from gradsync_fx.comm.shared_memory import Room, open_room
 from gradsync_fx.errors import WindowError
 from gradsync_fx.options import Options
@@ -18,6 +20,19 @@ from gradsync_fx.runtime.captured_facts import CapturedFacts
 from gradsync_fx.runtime.state_format import check_fits, foreign_state
 from gradsync_fx.user_lines import warn_user
 from gradsync_fx.wording import number_of
+
+
+@dataclass(slots=True)
+class _Added:
+    """A micro-step of which it is not known whether it counted.
+
+    names: of its parameters, in parts that are open since. weights: of all parts, with this micro-step's. closed: the
+    parts that have started anew.
+    """
+
+    names: tuple[str, ...]
+    weights: HostCopy
+    closed: frozenset[int] = frozenset()
 
 
 class Accumulators:
@@ -32,7 +47,7 @@ class Accumulators:
         self.weights: dict[int, torch.Tensor] = dict.fromkeys(range(parts), torch.zeros(()))
         self.parameters: dict[str, torch.Tensor] = {}
         self._in_window: dict[str, None] = {}
-        self._unread: list[tuple[Collection[str], dict[int, torch.Tensor]]] = []
+        self._unread: list[_Added] = []
         self._read = dict.fromkeys(self.weights, 0.0)
         self.restored: dict[str, torch.Tensor] = {}
         self._part_of: dict[str, int] = {}
@@ -138,15 +153,28 @@ class Accumulators:
                     self.weights[part].copy_(weight)
 
     def read_in_window(self) -> dict[str, None]:
-        """The parameters with a term in the open window. Waits for their device where weights were not read yet."""
-        for names, weights in self._unread:
-            for part, weight in weights.items():
-                before, self._read[part] = self._read[part], float(weight)
-                if self._read[part] != before:
-                    mine = (name for name in names if self._part_of[name] == part)
+        """The parameters with a term in the open window.
+
+        Waits for their device where only a weight that was not read yet can tell: for the first micro-step that
+        counted, as later ones of the same parameters tell nothing new. What is queued after that one goes on.
+        """
+        while any(name not in self._in_window for added in self._unread for name in added.names):
+            added = self._unread.pop(0)
+            for part, weight in zip(self.weights, added.weights.values(), strict=True):
+                if part in added.closed:
+                    continue
+                before, self._read[part] = self._read[part], weight
+                if weight != before:
+                    mine = (name for name in added.names if self._part_of[name] == part)
                     self._in_window.update(dict.fromkeys(mine))
-        self._unread.clear()
         return self._in_window
+
+    def weights_read(self) -> tuple[float, ...]:
+        """The weight of each part so far, as far as `read_in_window` read it: 0 for certain where nothing counted."""
+        self.read_in_window()
+        if all(weight.device.type == "cpu" for weight in self.weights.values()):
+            return tuple(float(weight) for weight in self.weights.values())
+        return tuple(self._read.values())
 
     def restore_in_window(self, names: Collection[str]) -> None:
         """As saved, beside the weights that were saved with it."""
@@ -162,15 +190,20 @@ class Accumulators:
         """A micro-step put its terms for these parameters in. weighed: unless its weight, added already, is 0."""
         if weighed:
             # Read when somebody asks: a call that closes nothing doesn't wait for its device.
-            now = {part: weight.clone() for part, weight in self.weights.items()}
-            self._unread.append((names, now))
+            now = HostCopy(torch.stack(list(self.weights.values())))
+            self._unread.append(_Added(tuple(names), now))
         else:
             self._in_window.update(dict.fromkeys(names))
 
     def closed(self, parts: Collection[int]) -> None:
         """These parts start anew; their sums were reset by the program that closed them."""
-        for name in self.names(parts):
-            del self._in_window[name]
+        for name in list(self._in_window):
+            if self._part_of[name] in parts:
+                del self._in_window[name]
+        for added in self._unread:
+            added.names = tuple(n for n in added.names if self._part_of[n] not in parts)
+            added.closed = added.closed.union(parts)
+        self._unread = [added for added in self._unread if added.names]
         self._read.update(dict.fromkeys(parts, 0.0))
         if not self._in_window:
             self._trainable.clear()

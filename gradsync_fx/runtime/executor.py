@@ -158,7 +158,9 @@ class Executor:
             bound=step.collectives.bound(closes=bool(closing)) if runs else 0,
             fed=max(part.summed for part in after.parts),
             buffers=self.buffers.number(),
-            weights=weights_summed(after, self.accumulators, weighs=step.weighs),
+            weights=self.accumulators.weights_read()
+            if step.weighs
+            else weights_summed(after, self.accumulators, weighs=False),
         )
         with self.integrity.among_ranks(alone=self._line.group is None):
             self.drift.compare(self._line)

@@ -1,4 +1,4 @@
-"""What is lowered: `Case`s, as plain data that goes to the process that lowers and back."""
+"""What is lowered: `Case`s, and what comes of comparing, as plain data between processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ class Case:
     checkpointing: bool = False
     wire: bool = False
     dynamic: bool = False
-    dropout: bool = True
     attention_in_products: bool = False
     blocks: int = 1
     every_choice: bool = False
@@ -53,3 +52,16 @@ class Case:
                 *filter(None, [self.fault]),
             ]
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """How a program's kernels compare with its graph on the CPU, over all outputs and inputs that are written.
+
+    worst: relative difference of values that no rounding to bfloat16 goes into. rounding: of the others, the distance
+    of the kernels' from those of float32, as a multiple of the CPU's own. changed: inputs that are written.
+    """
+
+    worst: float
+    rounding: float
+    changed: int

@@ -14,12 +14,12 @@ import pytest
 
 from gradsync_fx.errors import ToolchainError
 from gradsync_fx.lowering.target.cards import check_toolchain
-from tests.cross.cases import Case
+from tests.cross.cases import Case, Compared
 from tests.cross.results import Lowered
 
 
 Lower = Callable[[Case], dict[str, Lowered]]
-Compare = Callable[[Case, dict[str, str]], dict[str, tuple[float, int]]]
+Compare = Callable[[Case, dict[str, str]], dict[str, Compared]]
 
 
 @pytest.fixture(scope="session")
@@ -31,17 +31,21 @@ def lower() -> Iterator[Lower]:
 
 @pytest.fixture(scope="session")
 def compare() -> Iterator[Compare]:
-    """`compare(case, sources)`: worst relative difference and changed inputs of each program, interpreted."""
+    """`compare(case, sources)`: how each program's kernels, interpreted, compare with the CPU."""
     with _worker("compare") as ask:
         yield ask
 
 
-@contextmanager
-def _worker(job: str) -> Iterator[Callable[..., Any]]:
+def skip_without_toolchain() -> None:
     try:
         check_toolchain("cuda:sm_90")
     except ToolchainError as error:
         pytest.skip(str(error))
+
+
+@contextmanager
+def _worker(job: str) -> Iterator[Callable[..., Any]]:
+    skip_without_toolchain()
     command = [sys.executable, "-m", "tests.cross.worker", job]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
         assert worker.stdin is not None

@@ -48,14 +48,17 @@ def reduced_twice(module: GraphModule) -> None:
 
 
 def host_waits(module: GraphModule) -> None:
-    """The host asks the device for the loss, to multiply it by itself."""
+    """The host asks the device for the loss, as an integer, to multiply it by that."""
     (out,) = module.graph.find_nodes(op="output")
     outputs = list(out.args[0])  # type: ignore[arg-type]
     loss = next(n for n in outputs if isinstance(n, Node) and n.meta["val"].dim() == 0)
     mode = loss.meta["val"].fake_mode
     with module.graph.inserting_before(out), mode:
-        number = module.graph.call_function(torch.ops.aten._local_scalar_dense.default, (loss,))
-        number.meta["val"] = mode.shape_env.create_unbacked_symfloat()
+        cast, read = torch.ops.prims.convert_element_type, torch.ops.aten._local_scalar_dense
+        whole = module.graph.call_function(cast.default, (loss, torch.int64))
+        whole.meta["val"] = torch.empty_like(loss.meta["val"], dtype=torch.int64)
+        number = module.graph.call_function(read.default, (whole,))
+        number.meta["val"] = mode.shape_env.create_unbacked_symint()
         product = module.graph.call_function(torch.ops.aten.mul.Tensor, (loss, number))
         product.meta["val"] = torch.empty_like(loss.meta["val"])
     outputs[outputs.index(loss)] = product

@@ -29,39 +29,57 @@ from triton.runtime.interpreter import TensorHandle
 from gradsync_fx.ir.program import Kind, Program
 from gradsync_fx.lowering.target.absent import absent
 from gradsync_fx.lowering.target.cards import find_card
-from tests.cross.cases import Case
+from gradsync_fx.lowering.target.wrapper import read
+from tests.cross.cases import Case, Compared
 from tests.cross.steps import captured, programs_of
 
 
 # Inductor's names for what its kernels call of the device library, and torch's.
+SAME = 1e-4  # sums in another order; more is a rounding to bfloat16
 LIBRARY = {"mul_rn": torch.mul, "div_rn": torch.div}
-POINTWISE, REDUCED = (
-    1024,
-    2048,
-)  # elements of a block: few blocks, as the interpreter takes one after the other
+# Elements of a block: few blocks, as the interpreter takes one after the other.
+POINTWISE, ROWS, REDUCED = 1 << 15, 256, 2048
 
 
-def compare(case: Case, sources: dict[str, str]) -> dict[str, tuple[float, int]]:
-    """Of each program by name: see `worst_difference`. sources: Inductor's modules, as lowered.py has them."""
+def compare(case: Case, sources: dict[str, str]) -> dict[str, Compared]:
+    """Of each program by name. sources: Inductor's modules, as lowered.py has them."""
     with absent(find_card(f"cuda:{case.target}")), captured(case) as step:
-        return {n: worst_difference(p, sources[n]) for n, p in programs_of(case, step).items()}
+        found = programs_of(case, step)
+        return {name: _compared(found[name], source) for name, source in sources.items()}
 
 
-def worst_difference(program: Program, source: str, seed: int = 0) -> tuple[float, int]:
-    """The worst relative difference over all outputs and all inputs that are written; and how many of these changed."""
+def _compared(program: Program, source: str, seed: int = 0) -> Compared:
     inputs = _values(program, seed)
-    mine, theirs = [t.clone() for t in inputs], [t.clone() for t in inputs]
-    got = list(_load(source)(list(mine)))
-    want = list(_on_cpu(program.module)(*theirs))
-    pairs = [*zip(got, want, strict=True), *zip(mine, theirs, strict=True)]
-    floats = [
-        (g, w)
-        for g, w in pairs
-        if isinstance(w, torch.Tensor) and w.is_floating_point() and w.numel()
-    ]
+    mine, theirs, wide = ([t.clone() for t in inputs] for _ in range(3))
+    got = [*_load(source)(_as_given(program, source, mine)), *mine]
+    want = [*_on_cpu(program.module)(*theirs), *theirs]
+    exact = [*_without_bfloat16(program.module)(*wide), *wide]
+    worst, rounding = 0.0, 0.0
+    for g, w, e in zip(got, want, exact, strict=True):
+        if not isinstance(w, torch.Tensor) or not w.is_floating_point() or not w.numel():
+            continue
+        if _difference(w, e) < SAME:
+            worst = max(worst, _difference(g, w))
+        else:
+            rounding = max(rounding, ((g - e).norm() / (w - e).norm()).item())
     changed = sum(not torch.equal(a, b) for a, b in zip(inputs, theirs, strict=True))
-    worst = max(((g - w).abs() / (w.abs() + 1e-3)).max().item() for g, w in floats)
-    return worst, changed
+    return Compared(worst, rounding, changed)
+
+
+def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The largest over all elements, relative to it where it is not near 0."""
+    return ((a.double() - b.double()).abs() / (b.double().abs() + 1e-3)).max().item()
+
+
+def _as_given(program: Program, source: str, values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The wrapper's inputs: what it does not have by itself, it has as an element of one vector."""
+    held = dict(
+        zip(
+            (n.name for n in program.module.graph.find_nodes(op="placeholder")), values, strict=True
+        )
+    )
+    given = [held.pop(name) for name in read(source).inputs if name != "numbers"]
+    return [*given, torch.stack([v.double() for v in held.values()])] if held else given
 
 
 def _values(program: Program, seed: int) -> list[torch.Tensor]:
@@ -83,13 +101,24 @@ def _values(program: Program, seed: int) -> list[torch.Tensor]:
 
 
 def _on_cpu(module: GraphModule) -> GraphModule:
-    def moved(value: Any) -> Any:
-        return torch.device("cpu") if isinstance(value, torch.device) else value
+    cpu = torch.device("cpu")
+    return _rewritten(module, lambda value: cpu if isinstance(value, torch.device) else value)
 
-    for node in module.graph.nodes:
-        node.args = map_aggregate(node.args, moved)
-        node.kwargs = map_aggregate(node.kwargs, moved)
-    module.recompile()
+
+def _without_bfloat16(module: GraphModule) -> GraphModule:
+    """Computes in float32 throughout: what both roundings to bfloat16 stand for."""
+    wide = torch.float32
+    return _rewritten(module, lambda value: wide if value is torch.bfloat16 else value)
+
+
+def _rewritten(module: GraphModule, change: Callable[[Any], Any]) -> GraphModule:
+    """With other arguments, in the graphs of updates as well."""
+    for graph in module.modules():
+        if isinstance(graph, GraphModule):
+            for node in graph.graph.nodes:
+                node.args = map_aggregate(node.args, change)
+                node.kwargs = map_aggregate(node.kwargs, change)
+            graph.recompile()
     return module
 
 
@@ -123,7 +152,7 @@ class _Kernel:
                 if name == "R0_BLOCK"
                 else (
                     given[name[0].lower() + "numel"],
-                    POINTWISE if "r0_numel" not in given else 16,
+                    POINTWISE if "r0_numel" not in given else ROWS,
                 )
             )
             blocks[name] = min(triton.next_power_of_2(count), most)

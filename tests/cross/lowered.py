@@ -10,8 +10,7 @@ from typing import Any
 from gradsync_fx.ir.program import Program
 from gradsync_fx.lowering.target.absent import Binary, absent
 from gradsync_fx.lowering.target.cards import find_card
-from gradsync_fx.lowering.target.code import Unit, devices_of, units
-from gradsync_fx.lowering.target.recording import recording_of
+from gradsync_fx.lowering.target.code import LoweredUnits, devices_of, lowered
 from gradsync_fx.lowering.target.wrapper import HostEvent, Wrapper, read
 from gradsync_fx.runtime.accumulators import Accumulators
 from tests.cross.cases import Case
@@ -32,7 +31,7 @@ def lower(case: Case) -> dict[str, Lowered]:
             plant(case.fault, wanted["boundary"])
         found = {}
         for name, program in wanted.items():
-            made = units(program, step.facts.capture.fake_mode, step.facts.options)
+            made = lowered(program, step.facts.capture.fake_mode, step.facts.options)
             found[name] = replace(
                 _data(name, case, program, made, binaries, len(step.facts.buckets)),
                 offsets=_offsets(step),
@@ -44,19 +43,21 @@ def _data(
     name: str,
     case: Case,
     program: Program,
-    made: Sequence[Unit],
+    made: LoweredUnits,
     binaries: Sequence[Binary],
     buckets: int,
 ) -> Lowered:
-    wrappers = [read(unit.source) for unit in made]
+    wrappers = [read(unit.source) for unit in made.units]
     devices = devices_of(program)
+    holders = [n.name for n in program.module.graph.find_nodes(op="placeholder")]
+    label = dict(zip(holders, devices, strict=True))
     kernels = [kernel for wrapper in wrappers for kernel in wrapper.kernels]
     arches = [
         (b.kernel, re.findall(r"^\.target (\w+)", b.ptx, re.MULTILINE)[0], _size(b.cubin))
         for b in binaries  # of programs before this one, too: the same kernel is compiled once
         if b.kernel in kernels
     ]
-    events = [*_labelled(wrappers[0], list(devices))]
+    events = [*_labelled(wrappers[0], label)]
     for beside in wrappers[1:]:  # what the program calls: under names of its own
         events += beside.events
     return Lowered(
@@ -67,8 +68,8 @@ def _data(
         kernels=tuple(kernels),
         binaries=tuple(arches),
         buckets=buckets,
-        source=made[0].source,
-        recording=recording_of(wrappers[0], devices, made[0].refused),
+        source=made.units[0].source,
+        recording=made.recording,
         offsets={},
     )
 
@@ -86,8 +87,8 @@ def _size(cubin: bytes) -> int:
     return len(cubin) if cubin.startswith(b"\x7fELF") else 0
 
 
-def _labelled(wrapper: Wrapper, labels: list[str]) -> tuple[HostEvent, ...]:
-    label = dict(zip(wrapper.inputs, labels, strict=True))
+def _labelled(wrapper: Wrapper, label: dict[str, str]) -> tuple[HostEvent, ...]:
+    assert set(wrapper.inputs) <= {*label, "numbers"}
     return tuple(
         replace(
             event,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradsync_fx.lowering.target.made import Recording
+from gradsync_fx.ir.journal import Recording
 from gradsync_fx.lowering.target.wrapper import HostEvent
 
 
@@ -62,11 +62,11 @@ def nothing_but_sums(made: Lowered) -> None:
         assert not written, f"{event.name} writes {written[0]}"
 
 
-def one_reduction_for_each_bucket(made: Lowered) -> None:
-    """Started once, and waited for once."""
+def one_reduction_for_each_bucket(made: Lowered, beside: int = 0) -> None:
+    """Started once, and waited for once. beside: reductions of windows' weights that travel alone."""
     reductions = made.of("reduce")
     assert all("all_reduce" in e.name or "gradsync_fx.start" in e.name for e in reductions)
-    assert len(reductions) == len(made.of("wait")) == made.buckets
+    assert len(reductions) == len(made.of("wait")) == made.buckets + beside
 
 
 def sums_are_sent_as_they_lie(made: Lowered) -> None:

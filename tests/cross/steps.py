@@ -46,10 +46,10 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Blocks with torch's attention, and dropout after the embeddings and in the attention."""
 
-    def __init__(self, blocks: int, dropout: float, checkpointing: bool) -> None:
+    def __init__(self, blocks: int, dropout: float, checkpointing: bool, size: int = 1) -> None:
         super().__init__()
         self.checkpointing = checkpointing
-        words, width, length = 256, 64, 32
+        words, width, length = 256 // size, 64 // size, 32 // size
         self.words = nn.Embedding(words, width)
         self.places = nn.Parameter(torch.zeros(length, width))
         self.dropout = nn.Dropout(dropout)
@@ -131,8 +131,10 @@ def parts(case: Case) -> tuple[nn.Module, Tensor, Tensor]:
         return resnet(), torch.randn(4, 3, 16, 16), torch.randint(10, (4,))
     if case.model == "bert":
         return Bert(), torch.randint(128, (4, 16)), torch.randint(2, (4,))
-    dropout = 0.1 if case.dropout else 0.0
-    model = GPT(case.blocks, dropout, case.checkpointing)
+    if case.model == "small_gpt":
+        small = GPT(1, 0.0, case.checkpointing, size=4)
+        return small, torch.randint(64, (2, 8)), torch.randint(64, (16,))
+    model = GPT(case.blocks, 0.1, case.checkpointing)
     return model, torch.randint(256, (2, 32)), torch.randint(256, (64,))
 
 

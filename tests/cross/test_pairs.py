@@ -46,7 +46,9 @@ def test_a_combination(case: Case, lower: Lower) -> None:
         every_kernel_became_a_cubin(program)
     nothing_but_sums(made["accumulate"])
     the_host_never_waits(made["accumulate"])
-    one_reduction_for_each_bucket(made["boundary"])
+    # On a 16-bit wire the weight of each part's window travels alone.
+    alone = case.wire and (case.weights or case.skip_nonfinite)
+    one_reduction_for_each_bucket(made["boundary"], beside=alone * (1 + case.k_each))
     if (
         not case.skip_nonfinite
     ):  # a term counts if all of it is finite: no bucket is whole before the backward is

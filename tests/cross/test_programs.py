@@ -26,7 +26,8 @@ from tests.cross.results import (
 pytestmark = [pytest.mark.cross, pytest.mark.captured]
 MLP = Case("mlp", every_choice=True)
 GPT = Case("gpt")
-PLAIN = [replace(case, target=target) for case in (MLP, GPT) for target in TARGETS]
+FAULTY = Case("mlp", tail=False)
+PLAIN = [MLP, Case("mlp", target="sm_80"), *(replace(GPT, target=target) for target in TARGETS)]
 plain = pytest.mark.parametrize("case", PLAIN, ids=str)
 
 
@@ -56,7 +57,7 @@ def test_a_micro_step_adds_up_and_does_nothing_else(case: Case, lower: Lower) ->
 
 def test_a_micro_step_that_does_more_is_found(lower: Lower) -> None:
     with pytest.raises(AssertionError, match="gradients are reduced"):
-        nothing_but_sums(lower(replace(MLP, sync_each_batch=True))["accumulate"])
+        nothing_but_sums(lower(replace(FAULTY, sync_each_batch=True))["accumulate"])
     boundary = lower(MLP)["boundary"]
     silent = replace(boundary, events=tuple(boundary.of("launch", "fill", "copy", "extern")))
     with pytest.raises(AssertionError, match="reads or writes state"):
@@ -72,7 +73,7 @@ def test_a_boundary_reduces_each_bucket_once(case: Case, lower: Lower) -> None:
 
 def test_a_bucket_that_is_reduced_twice_is_found(lower: Lower) -> None:
     with pytest.raises(AssertionError):
-        one_reduction_for_each_bucket(lower(replace(MLP, fault="reduced_twice"))["boundary"])
+        one_reduction_for_each_bucket(lower(replace(FAULTY, fault="reduced_twice"))["boundary"])
 
 
 @pytest.mark.parametrize("case", [*PLAIN, replace(MLP, model="odd")], ids=str)
@@ -93,7 +94,7 @@ def test_reductions_start_before_the_backward_ends(case: Case, lower: Lower) -> 
 
 def test_reductions_that_start_after_the_backward_are_found(lower: Lower) -> None:
     with pytest.raises(AssertionError, match="no product of the backward is left"):
-        reductions_start_in_backward(lower(replace(MLP, fault="reduced_late"))["boundary"])
+        reductions_start_in_backward(lower(replace(FAULTY, fault="reduced_late"))["boundary"])
 
 
 @plain
@@ -122,7 +123,7 @@ def test_waits_at_one_place_are_found(lower: Lower) -> None:
     ["mlp", "odd"],
 )
 def test_sums_lie_at_16_bytes(model: str, lower: Lower) -> None:
-    sums_are_aligned(lower(replace(MLP, model=model))["boundary"])
+    sums_are_aligned(lower(replace(FAULTY, model=model))["boundary"])
 
 
 def test_sums_that_lie_elsewhere_are_found(lower: Lower) -> None:
@@ -155,12 +156,12 @@ def test_the_host_reads_no_tensor_of_the_device(case: Case, lower: Lower) -> Non
 
 def test_a_host_that_waits_is_found(lower: Lower) -> None:
     with pytest.raises(AssertionError, match="item"):
-        the_host_never_waits(lower(replace(MLP, fault="host_waits"))["boundary"])
+        the_host_never_waits(lower(replace(FAULTY, fault="host_waits"))["boundary"])
 
 
 @pytest.mark.parametrize(("precision", "form"), [("fp32", "efficient"), ("bf16", "flash")])
 def test_attention_is_one_kernel(precision: str, form: str, lower: Lower) -> None:
-    made = lower(replace(GPT, precision=precision, blocks=1))
+    made = lower(replace(GPT, precision=precision, tail=False))
     attention_is_one_kernel(made["accumulate"], form)
     attention_is_one_kernel(made["boundary"], form)
 

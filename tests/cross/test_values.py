@@ -1,34 +1,48 @@
 """Values of the generated kernels: in Triton's interpreter they give what the programs give on the CPU.
 
-Of an MLP with AdamW, SGD and Adafactor. Not compared: a GPT. Muon's boundary was, with weights and skip_nonfinite, and
-differs from the CPU's by 2.8 where 1e-3 is allowed: that is not explained, and may be a fault of the program, of the
-stand-ins here or the rounding of its bfloat16 products.
+Of an MLP and a small GPT, with all four optimizers, weights and skip_nonfinite; attention as products, dropout 0.
+Muon's products are in bfloat16, which the CPU and the kernels round in other places: each lies as far from float32 as
+the other (0.5 % of an update, 0.9 % apart), so there the kernels' distance is compared with the CPU's. Not run, as
+there is no Triton code of them to interpret: attention's own kernels and convolutions; and what draws random numbers.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from tests.cross.cases import Case
+from tests.cross.cases import Case, Compared
 from tests.cross.conftest import Compare, Lower
 
 
 pytestmark = [pytest.mark.cross, pytest.mark.captured]
 MLP = Case("mlp", ranks=1, clip=True)
+MUON = Case("mlp", ranks=1, optimizer="muon", tail=False)
+GPT = {"ranks": 1, "attention_in_products": True, "tail": False}
 CASES = [
     MLP,
-    Case("mlp", ranks=1, optimizer="sgd", weights=True),
-    Case("mlp", ranks=1, optimizer="adafactor", skip_nonfinite=True),
+    Case("mlp", ranks=1, optimizer="sgd", weights=True, tail=False),
+    Case("mlp", ranks=1, optimizer="adafactor", skip_nonfinite=True, tail=False),
+    MUON,
+    Case("small_gpt", optimizer="adamw", weights=True, skip_nonfinite=True, **GPT),
+    Case("small_gpt", optimizer="sgd", clip=True, **GPT),
+    Case("small_gpt", optimizer="adafactor", **GPT),
+    Case("small_gpt", optimizer="muon", weights=True, **GPT),
 ]
 TOLERANCE = 1e-3  # of sums in another order
+AS_FAR = 2.0  # from float32, at most, as the CPU's own rounding
+
+
+def is_right(compared: Compared) -> bool:
+    return compared.worst < TOLERANCE and compared.rounding < AS_FAR
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernels_give_what_the_cpu_gives(case: Case, lower: Lower, compare: Compare) -> None:
     sources = {name: made.source for name, made in lower(case).items()}
-    for name, (worst, changed) in compare(case, sources).items():
-        assert worst < TOLERANCE, name
-        assert changed, name
+    for name, compared in compare(case, sources).items():
+        assert is_right(compared), (name, compared)
+        assert compared.changed, name
+        assert (compared.rounding > 0) == (case.optimizer == "muon" and name != "accumulate")
 
 
 def test_a_false_constant_is_found(lower: Lower, compare: Compare) -> None:
@@ -37,5 +51,14 @@ def test_a_false_constant_is_found(lower: Lower, compare: Compare) -> None:
     assert right in sources["accumulate"]
     wrong = {name: source.replace(right, "1e-01, tl.float32)") for name, source in sources.items()}
     found = compare(MLP, wrong)
-    assert found["accumulate"][0] > TOLERANCE
-    assert found["boundary"][0] > TOLERANCE
+    assert not is_right(found["accumulate"])
+    assert not is_right(found["boundary"])
+
+
+def test_a_false_constant_before_a_rounding_is_found(lower: Lower, compare: Compare) -> None:
+    boundary = lower(MUON)["boundary"].source
+    right = "beta=3.4445"  # of Muon's products
+    assert right in boundary
+    found = compare(MUON, {"boundary": boundary.replace(right, "beta=3.3")})
+    assert found["boundary"].worst < TOLERANCE
+    assert found["boundary"].rounding > AS_FAR

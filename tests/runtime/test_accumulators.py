@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 from gradsync_fx._torch import FakeTensor, FakeTensorMode
 from gradsync_fx.options import Options
+from gradsync_fx.runtime import accumulators as module
 from gradsync_fx.runtime.accumulators import Accumulators
 
 
@@ -62,3 +64,65 @@ def test_a_weight_that_was_restored_moves_with_its_value() -> None:
     held.place_weights(torch.zeros(()))
     assert held.weights[0].dtype is torch.float64
     assert held.weights[0] == 3
+
+
+class Device:
+    """In place of copies from a device: counts those that somebody waited for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.waited = 0
+        device = self
+
+        class Copy:
+            def __init__(self, tensor: torch.Tensor) -> None:
+                self._held = tensor.tolist()
+
+            def values(self) -> list[float]:
+                device.waited += 1
+                return self._held
+
+        monkeypatch.setattr(module, "HostCopy", Copy)
+
+
+def test_a_window_is_known_when_its_first_term_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later micro-steps of the same parameters tell nothing new: what the device has queued since goes on."""
+    device, held = Device(monkeypatch), with_sums()
+    held.added(["weight", "bias"], weighed=True)  # of weight 0: it did not count
+    for _ in range(3):
+        held.weights[0].add_(2)
+        held.added(["weight", "bias"], weighed=True)
+    assert list(held.read_in_window()) == ["weight", "bias"]
+    assert device.waited == 2
+    held.closed([0])
+    assert held.read_in_window() == {}
+    assert device.waited == 2
+
+
+def test_a_later_term_of_other_parameters_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, held = Device(monkeypatch), with_sums()
+    held.weights[0].add_(2)
+    held.added(["weight"], weighed=True)
+    held.added(["weight"], weighed=True)  # of weight 0
+    held.added(["bias"], weighed=True)  # of weight 0
+    assert list(held.read_in_window()) == ["weight"]
+    assert device.waited == 3
+
+
+def test_a_part_that_closed_is_read_of_what_came_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal weights of two windows of a part are not one micro-step that did not count."""
+    Device(monkeypatch)
+    held = Accumulators(2)
+    held.place_weights(torch.zeros(()))
+    first, second = (nn.Linear(1, 1, bias=False).weight for _ in range(2))
+    optimizers = {torch.optim.SGD([p], lr=0.1): k for p, k in ((first, 1), (second, 2))}
+    parameters = {"first": first, "second": second}
+    held.make(parameters, parameters, Options(gradient_accumulation_steps=optimizers))
+    for weight in held.weights.values():
+        weight.fill_(3)
+    held.added(["first", "second"], weighed=True)
+    held.weights[0].zero_()
+    held.closed([0])
+    held.weights[0].fill_(3)
+    held.weights[1].fill_(6)
+    held.added(["first", "second"], weighed=True)
+    assert set(held.read_in_window()) == {"first", "second"}

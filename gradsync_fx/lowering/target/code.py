@@ -1,8 +1,8 @@
 """Makes a program's code for the device of `absent`, and says what came out of it.
 
 with absent(card) as binaries:
-    made = units(program, fake_mode, options)    # Inductor's modules: the program, and what it calls
-    program_code(program, made, binaries)        # the same as data, for a report
+    made = lowered(program, fake_mode, options)    # Inductor's modules: the program, and what it calls
+    program_code(program, made, binaries)          # the same as data, for a report
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ import torch
 from torch.fx import Node
 
 from gradsync_fx import _torch_cuda as parts
-from gradsync_fx.ir.journal import Journal
+from gradsync_fx.ir.journal import Journal, Recording
 from gradsync_fx.ir.ops import node_line
 from gradsync_fx.ir.program import Program
 from gradsync_fx.lowering.lower import lower
 from gradsync_fx.lowering.target.absent import Binary
 from gradsync_fx.lowering.target.made import KernelCode, ProgramCode
-from gradsync_fx.lowering.target.recording import recording_of
 from gradsync_fx.lowering.target.wrapper import HostEvent, Wrapper, read
 from gradsync_fx.options import Options
 from gradsync_fx.user_lines import NOWHERE
@@ -42,21 +41,29 @@ class Unit:
     """One graph that Inductor made code of.
 
     source: its module. origins: for each call, by Inductor's number, the nodes that it computes. bytes: read and
-    written. refused: why Inductor would record none of it, "" for no reason.
+    written.
     """
 
     source: str
     origins: dict[int, tuple[Node, ...]]
     bytes: int
-    refused: str
 
 
-def units(program: Program, fake_mode: Any, options: Options) -> list[Unit]:
-    """Lowers a program as for this machine; what Inductor makes of it: the program itself first."""
+@dataclass(frozen=True, slots=True)
+class LoweredUnits:
+    """units: what Inductor made of a program, the program itself first. recording: of its main graph."""
+
+    units: tuple[Unit, ...]
+    recording: Recording
+
+
+def lowered(program: Program, fake_mode: Any, options: Options) -> LoweredUnits:
+    """Lowers a program as for this machine."""
     made: list[Unit] = []
+    journal = Journal()
     with _collected(made):
-        lower(program, fake_mode, options, Journal())
-    return made
+        lower(program, fake_mode, options, journal)
+    return LoweredUnits(tuple(made), journal.recordings[program.name])
 
 
 @contextmanager
@@ -74,10 +81,7 @@ def _collected(made: list[Unit]) -> Iterator[None]:
             for call, names in tracked.items()
         }
         tracked.clear()
-        info = self.cudagraph_info
-        reasons = [self.disabled_cudagraphs_reason, *(info.cudagraph_fail_reasons if info else ())]
-        refused = "; ".join(filter(None, reasons)).strip()
-        made.append(Unit(self.source_code, origins, int(graph.count_bytes()[0]), refused))
+        made.append(Unit(self.source_code, origins, int(graph.count_bytes()[0])))
 
     tracking = parts.inductor_config.patch({"trace.provenance_tracking_level": 1})
     with (
@@ -90,21 +94,20 @@ def _collected(made: list[Unit]) -> Iterator[None]:
 
 
 def program_code(
-    name: str, program: Program, made: Sequence[Unit], binaries: Sequence[Binary]
+    name: str, program: Program, made: LoweredUnits, binaries: Sequence[Binary]
 ) -> ProgramCode:
     """As data, without FLOPs and time. binaries: what Triton made, of other programs, too."""
-    read_units = [(unit, read(unit.source)) for unit in made]
+    read_units = [(unit, read(unit.source)) for unit in made.units]
     events = [e for _, wrapper in read_units for e in wrapper.events]
     kernels = [k for unit, wrapper in read_units for k in _kernels(unit, wrapper, binaries)]
-    first, main = read_units[0]
     return ProgramCode(
         name=name,
         kernels=tuple(kernels),
         launches=sum(e.kind in LAUNCHES for e in events),
         reductions=sum(e.kind == "reduce" for e in events),
-        temporaries=sum(unit.source.count("= empty_strided_cuda(") for unit in made),
-        recording=recording_of(main, devices_of(program), first.refused),
-        bytes=sum(unit.bytes for unit in made),
+        temporaries=sum(unit.source.count("= empty_strided_cuda(") for unit in made.units),
+        recording=made.recording,
+        bytes=sum(unit.bytes for unit in made.units),
     )
 
 

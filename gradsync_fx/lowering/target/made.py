@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gradsync_fx.ir.journal import Recording
+
 
 @dataclass(frozen=True, slots=True)
 class KernelCode:
@@ -23,19 +25,6 @@ class KernelCode:
     registers: int = 0
     spilled: int = 0
     cubin: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Recording:
-    """Whether a CUDA graph can record a program.
-
-    verdict: "whole", "in parts" or "no". partitions: those that Inductor cut the program into, for `mode=
-    "reduce-overhead"`; 0 where it made no cut. why: what stays outside, and what a replay would not see.
-    """
-
-    verdict: str
-    partitions: int
-    why: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,17 @@ function drawCode(report) {
       { title: "CUDA graph" }],
     report.code.programs.map((p) => [el("code", {}, p.name), count(p.kernels.length), count(p.launches), count(p.temporaries),
       count(Math.max(0, ...made(p).map((k) => k.registers))), count(made(p).filter((k) => k.spilled).length), bytes(p.bytes), seconds(p.seconds),
-      el("span", { title: p.recording.why.join("\n") }, p.recording.verdict)]), { id: "code-table" }),
+      el("span", { title: outside(p).join("\n") }, recorded(p))]), { id: "code-table" }),
     el("p", { class: "muted" }, "Of one call. Compiled, not run: block sizes are the first that Inductor would try; times are FLOPs and bytes by the card’s figures."),
-    ...report.code.programs.flatMap((p) => p.recording.why.length
-      ? [el("p", {}, el("code", {}, p.name), `, outside of a CUDA graph: ${p.recording.why.join("; ")}`)] : []),
+    ...report.code.programs.flatMap((p) => outside(p).length
+      ? [el("p", {}, el("code", {}, p.name), `, outside of a CUDA graph: ${outside(p).join("; ")}`)] : []),
     ...report.code.programs.map((p) => lazy(["Kernels of ", el("code", {}, p.name), el("span", { class: "muted" }, ` ${count(p.kernels.length)}`)],
       () => kernels(p))));
 }
+
+// What a CUDA graph leaves out of a program, or why it holds none of it; as `Recording` has it.
+const outside = (program) => (program.recording.never ? [program.recording.never] : program.recording.apart);
+const recorded = (program) => (program.recording.never ? "no" : program.recording.apart.length ? "in parts" : "whole");
 
 function kernels(program) {
   const code = el("div");
