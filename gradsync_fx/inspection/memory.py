@@ -167,8 +167,12 @@ def _is_elementwise(node: Node) -> bool:
         return False
     if torch.Tag.pointwise in getattr(node.target, "tags", ()) or _name(node) in _INDEXED:
         return True
-    # One value at places of a constant: a comparison of indices.
     onto = node.args[0] if node.args else None
+    if node.target is operator.getitem and isinstance(onto, Node):
+        node = onto
+    if _name(node).startswith("_foreach_"):  # one op for many tensors, and its results
+        return True
+    # One value at places of a constant: a comparison of indices.
     return _name(node) == "scatter" and isinstance(onto, Node) and _name(onto) == "full"
 
 

@@ -373,7 +373,7 @@ class Machine:
     def _cast(self, term: Term, held: Any, wanted: Any) -> Term:
         if held is wanted:
             return term
-        return self.terms.make(_CAST, term, _constant(wanted))
+        return self.terms.of(_CAST, (term, _constant(wanted)), {})
 
     def wait_sums(self, sums: list[Ref]) -> None:
         """The sums of a bucket that was started hold what all ranks' do together."""
