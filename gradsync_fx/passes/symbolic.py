@@ -133,10 +133,7 @@ class Terms:
         number = self._of_numbers(op, args) if self._on_device else None
         if number is not None:
             return number
-        if op in (
-            ops.ITEM,
-            _aten.clone.default,
-        ):  # a number read of a tensor, or the tensor; a copy
+        if op in (ops.ITEM, _aten.clone.default):  # a number of a tensor, or the tensor; a copy
             return args[0]
         if op is operator.getitem and args[0].op is _aten._foreach_norm.Scalar:
             many, order = args[0].args[0], args[0].args[1:]
