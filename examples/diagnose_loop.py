@@ -7,12 +7,11 @@ torchrun --nproc-per-node 2 examples/diagnose_loop.py
 from contextlib import nullcontext
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import gradsync_fx
+from launch import moved, ranks, replicated
 
 
 WINDOW = 4  # micro-steps in an update
@@ -42,28 +41,19 @@ def mended(model, optimizer, batches) -> None:
             optimizer.zero_grad()
 
 
-def join_group() -> None:
-    """The ranks that torchrun started, or this process alone: DDP runs its reducer in both."""
-    if dist.is_torchelastic_launched():
-        dist.init_process_group("gloo")
-    else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-
-
 def main() -> None:
-    join_group()
-    torch.manual_seed(0)
-    model = DistributedDataParallel(
-        nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    batches = [(torch.randn(16, 64), torch.randint(10, (16,))) for _ in range(2 * WINDOW)]
+    with ranks(joined=True) as (rank, _):  # alone, too: DDP runs its reducer in both
+        torch.manual_seed(0)
+        model = replicated(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        batches = [(torch.randn(16, 64), torch.randint(10, (16,))) for _ in range(2 * WINDOW)]
 
-    for loop in (misplaced, mended):
-        diagnosis = gradsync_fx.diagnose(loop, model, optimizer, batches, micro_steps=WINDOW)
-        if dist.get_rank() == 0:
-            print(f"{loop.__name__}\n{diagnosis}\n")
-    dist.destroy_process_group()
+        for loop in (misplaced, mended):
+            diagnosis = gradsync_fx.diagnose(
+                loop, model, optimizer, moved(batches), micro_steps=WINDOW
+            )
+            if rank == 0:
+                print(f"{loop.__name__}\n{diagnosis}\n")
 
 
 if __name__ == "__main__":

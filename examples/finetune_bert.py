@@ -25,7 +25,7 @@ from transformers import (
 )
 
 import gradsync_fx
-from launch import command_line, ranks, replicated
+from launch import command_line, moved, ranks, replicated
 from stdlib_text import docstrings
 
 
@@ -82,7 +82,7 @@ def train(console: Console, rank: int, world: int, epochs: int, args) -> None:
     # Else BERT notes it down at its first call, and the second one would be traced anew.
     net.config.problem_type = "single_label_classification"
     examples = encoded(tokenizer, pairs)
-    test = next(iter(DataLoader(examples[:200], batch_size=200)))
+    test = moved(next(iter(DataLoader(examples[:200], batch_size=200))))
     mine = examples[200 + rank :: world]
     loader = DataLoader(mine, batch_size=BATCH, shuffle=True, drop_last=True)
     updates = epochs * -(-len(loader) // WINDOW)
@@ -97,7 +97,7 @@ def train(console: Console, rank: int, world: int, epochs: int, args) -> None:
     for epoch in range(1, epochs + 1):
         total = 0.0
         for batch in loader:
-            total += step(model, optimizer, batch).item()
+            total += step(model, optimizer, moved(batch)).item()
             if step.sync_gradients:
                 scheduler.step()
         step.flush(on_update=scheduler.step)

@@ -1,14 +1,18 @@
-"""What the examples share: their command line, and the ranks that torchrun started, if it did."""
+"""What the examples share: their command line, the ranks that torchrun started, if it did, and each one's device."""
 
 import argparse
+import functools
+import os
 import shutil
 import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,13 +37,45 @@ def default_backend() -> str:
     return "inductor" if compiler and headers.exists() else "aot_eager"
 
 
+def cards() -> int:
+    """CUDA devices that torch sees and NCCL can join; other accelerators have no example."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or found.type != "cuda" or not dist.is_nccl_available():
+        return 0
+    return torch.accelerator.device_count()
+
+
+@functools.cache
+def device() -> torch.device:
+    """This process's own card, where each rank of this machine has one; the CPU elsewhere."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's word for it
+    if here > cards():
+        return torch.device("cpu")
+    return torch.device("cuda", dist.get_node_local_rank(fallback_rank=0))
+
+
+def group_backend() -> str:
+    """NCCL joins ranks with a card each, gloo all others."""
+    return "nccl" if device().type == "cuda" else "gloo"
+
+
 @contextmanager
-def ranks() -> Iterator[tuple[int, int]]:
-    """This process's rank and the number of ranks; 0 and 1 where torchrun did not start it."""
-    if not dist.is_torchelastic_launched():
+def ranks(*, joined: bool = False) -> Iterator[tuple[int, int]]:
+    """This process's rank and the number of ranks; 0 and 1 where torchrun did not start it.
+
+    joined: a process alone has a group, too.
+    """
+    if device().type == "cuda":
+        torch.accelerator.set_device_index(device().index)
+    elif cards() and dist.get_node_local_rank(fallback_rank=0) == 0:
+        Console().print(f"more ranks than cards ({cards()}): they are on the CPU, over gloo")
+    if dist.is_torchelastic_launched():
+        dist.init_process_group(group_backend())
+    elif joined:
+        dist.init_process_group(group_backend(), store=dist.HashStore(), rank=0, world_size=1)
+    else:
         yield 0, 1
         return
-    dist.init_process_group("gloo")
     try:
         yield dist.get_rank(), dist.get_world_size()
     finally:
@@ -47,13 +83,23 @@ def ranks() -> Iterator[tuple[int, int]]:
 
 
 def replicated(model: nn.Module) -> nn.Module:
-    """The model in DistributedDataParallel where there are several ranks, else as it is."""
+    """The model on its device, in DistributedDataParallel where there is a group."""
+    model.to(device())  # the same object: its parameters stay who they are
     return DistributedDataParallel(model) if dist.is_initialized() else model
+
+
+def moved(batch: Any) -> Any:
+    """A tensor or a module on this process's device; so for the items of a tuple, a list or a dictionary."""
+    if isinstance(batch, dict):
+        return {name: moved(item) for name, item in batch.items()}
+    if isinstance(batch, tuple | list):
+        return type(batch)(moved(item) for item in batch)
+    return batch.to(device())
 
 
 def of_rank_0(value: float) -> float:
     """Rank 0's value on every rank: clocks differ, and the ranks must agree when to stop."""
-    box = torch.tensor(value)
+    box = torch.tensor(value, device=device())
     if dist.is_initialized():
         dist.broadcast(box, 0)
     return box.item()

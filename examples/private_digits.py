@@ -16,7 +16,7 @@ from torch.func import functional_call, grad, vmap
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradsync_fx
-from launch import command_line, ranks, replicated
+from launch import command_line, moved, ranks, replicated
 
 
 WINDOW = 4  # micro-steps
@@ -71,9 +71,9 @@ def train(console: Console, rank: int, world: int, epochs: int, backend: str) ->
     loader = DataLoader(mine, batch_size=BATCH, shuffle=True, drop_last=True, generator=order)
     for epoch in range(1, epochs + 1):
         for batch in loader:
-            step(model, optimizer, *batch)
+            step(model, optimizer, *moved(batch))
         step.flush()
-        right = accuracy(net, images[:TEST], labels[:TEST])
+        right = accuracy(net, *moved((images[:TEST], labels[:TEST])))
         console.print(
             f"epoch {epoch}: test accuracy {right:.3f} after {step.optimizer_step} updates"
         )

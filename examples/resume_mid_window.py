@@ -20,7 +20,7 @@ from torch import Generator, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import gradsync_fx
-from launch import command_line, ranks, replicated
+from launch import command_line, device, moved, ranks, replicated
 
 
 WINDOW = 4  # micro-steps
@@ -40,6 +40,7 @@ class Run:
         torch.manual_seed(0)  # the same weights on every rank
         self.net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 2))
         self.rank, self.model = rank, replicated(self.net)
+        self.random = torch.cuda if device().type == "cuda" else torch  # what dropout draws from
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.05)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         options = {"gradient_accumulation_steps": WINDOW, "backend": backend}
@@ -51,7 +52,7 @@ class Run:
     def batch(self, n: int):
         """This rank's n-th, always the same: the place in the data is `step.micro_step`."""
         x = torch.randn(16, 8, generator=Generator().manual_seed(1000 * self.rank + n))
-        return x, (x.sum(1) > 0).long()
+        return moved((x, (x.sum(1) > 0).long()))
 
     def train(self, end: int) -> None:
         for n in range(self.step.micro_step, end):
@@ -62,7 +63,7 @@ class Run:
     def state(self) -> dict:
         model, optimizer = get_state_dict(self.model, self.optimizer)
         own = {"window": self.step.state_dict(), "scheduler": self.scheduler.state_dict()}
-        own[f"random{self.rank}"] = torch.get_rng_state()  # differs between ranks
+        own[f"random{self.rank}"] = self.random.get_rng_state()  # differs between ranks
         return {"model": model, "optimizer": optimizer, **own}
 
     def load(self, state: dict) -> None:
@@ -70,7 +71,7 @@ class Run:
         set_state_dict(self.model, self.optimizer, **saved)
         self.scheduler.load_state_dict(state["scheduler"])
         self.step.load_state_dict(state["window"])
-        torch.set_rng_state(state[f"random{self.rank}"])
+        self.random.set_rng_state(state[f"random{self.rank}"])
 
 
 def stop(args, after: int, folder: str) -> None:

@@ -16,7 +16,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import gradsync_fx
-from launch import command_line, ranks, replicated
+from launch import command_line, moved, ranks, replicated
 from stdlib_text import docstrings
 from tiny_gpt import GPT
 
@@ -60,9 +60,9 @@ def apart(model: nn.Module, other: nn.Module) -> float:
 
 def compare(console: Console, rank: int, world: int, windows: int, backend: str) -> None:
     texts = [text for text, _ in docstrings(["json", "email"]) if len(text) > 1]
-    batches = [padded(texts[i : i + BATCH]) for i in range(0, len(texts), BATCH)]
+    batches = [moved(padded(texts[i : i + BATCH])) for i in range(0, len(texts), BATCH)]
     torch.manual_seed(0)  # the same weights on every rank
-    truth = GPT(width=32, depth=1, length=LENGTH)
+    truth = moved(GPT(width=32, depth=1, length=LENGTH))
     nets = {name: copy.deepcopy(truth) for name in ("weighted", "mean")}
     models = {name: replicated(net) for name, net in nets.items()}
     optimizers = {name: torch.optim.SGD(net.parameters(), lr=0.5) for name, net in nets.items()}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradsync_fx
-from launch import command_line, ranks, replicated
+from launch import command_line, moved, ranks, replicated
 
 
 WINDOW = 4  # micro-steps
@@ -58,6 +58,7 @@ def accuracy(net: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 def train(console: Console, rank: int, world: int, epochs: int, backend: str, width: int) -> None:
     images, labels = digits()
+    test = moved((images[:TEST], labels[:TEST]))
     mine = TensorDataset(images[TEST + rank :: world], labels[TEST + rank :: world])
     torch.manual_seed(0)  # the same weights on every rank
     net = convnet(width)
@@ -71,13 +72,13 @@ def train(console: Console, rank: int, world: int, epochs: int, backend: str, wi
         loader = DataLoader(mine, batch_size=BATCH, shuffle=True, drop_last=True)
         right = 0
         for batch in loader:
-            loss, hits = step(model, optimizer, *batch)
+            loss, hits = step(model, optimizer, *moved(batch))
             right += hits.item()
         left = step.pending
         step.flush()
         console.print(
             f"epoch {epoch}: loss {loss:.3f}, training accuracy {right / len(loader) / BATCH:.3f}, "
-            f"test accuracy {accuracy(net, images[:TEST], labels[:TEST]):.3f}; "
+            f"test accuracy {accuracy(net, *test):.3f}; "
             f"{step.optimizer_step} updates, the last of {left or WINDOW} micro-steps"
         )
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from torch import Generator, Tensor
 
 import gradsync_fx
-from launch import command_line, of_rank_0, ranks, replicated
+from launch import command_line, moved, of_rank_0, ranks, replicated
 from stdlib_text import divided
 from tiny_gpt import GPT
 
@@ -39,7 +39,7 @@ def batch(text: Tensor, count: int, length: int, places: Generator) -> tuple[Ten
     """Pieces of the text from random places, and the same pieces one byte further on."""
     starts = torch.randint(len(text) - length - 1, (count, 1), generator=places)
     pieces = text[starts + torch.arange(length + 1)].long()
-    return pieces[:, :-1].contiguous(), pieces[:, 1:].contiguous()
+    return moved((pieces[:, :-1].contiguous(), pieces[:, 1:].contiguous()))
 
 
 @torch.no_grad()

@@ -103,7 +103,9 @@ def test_growth_with_depth(tmp_path: Path) -> None:
 def test_check_of_a_gpu_without_one() -> None:
     done = run("gpu_check.py")
     assert done.returncode == 2
-    assert "no CUDA device" in done.stdout
+    (line,) = done.stdout.splitlines()
+    assert line.startswith("no CUDA device")
+    assert "run this on a machine with a GPU" in line
 
 
 def test_what_of_a_links_time_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:

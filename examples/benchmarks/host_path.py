@@ -22,6 +22,10 @@ from torch import nn
 import gradsync_fx
 
 
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # what the examples share
+from launch import moved  # known only from here on
+
+
 def train_step(model, optimizer, x, y):
     loss = F.mse_loss(model(x), y)
     loss.backward()
@@ -33,12 +37,12 @@ def train_step(model, optimizer, x, y):
 def one(layers: int, calls: int, backend: str) -> dict[str, Any]:
     """Medians, in microseconds, of a call and of the program in it."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers)))
+    model = moved(nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers))))
     optimizer = torch.optim.AdamW(model.parameters())
     step = gradsync_fx.optimize(
         train_step, gradient_accumulation_steps=10**9, backend=backend, dynamic=False
     )
-    x, y = torch.randn(4, 8), torch.randn(4, 8)
+    x, y = moved((torch.randn(4, 8), torch.randn(4, 8)))
     for _ in range(20):
         step(model, optimizer, x, y)
     (captured,) = step._executor.catalogue.captures

@@ -2,8 +2,9 @@
 
     python examples/benchmarks/long_run.py --windows 2000
 
-A tiny model on two ranks over gloo, with a schedule of the learning rate. Each rank trains a twin beside it, in plain
-eager PyTorch on the batches of all ranks, and tells how far the two have come apart. Everything is in float64.
+A tiny model on two ranks, over NCCL where each has a card and over gloo elsewhere, with a schedule of the learning
+rate. Each rank trains a twin beside it, in plain eager PyTorch on the batches of all ranks, and tells how far the two
+have come apart. Everything is in float64.
 """
 
 import argparse
@@ -29,6 +30,10 @@ import gradsync_fx
 import memory
 
 
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # what the examples share
+from launch import device, group_backend, moved  # known only from here on
+
+
 WORLD, K = 2, 4
 STRETCHES = 10  # rows of the table
 
@@ -49,7 +54,7 @@ class Trained:
     def __init__(self, windows: int) -> None:
         torch.manual_seed(0)
         layers = [torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)]
-        self.model = torch.nn.Sequential(*layers).double()
+        self.model = moved(torch.nn.Sequential(*layers).double())
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, windows)
 
@@ -73,9 +78,12 @@ def live() -> tuple[int, int]:
 def one(rank: int, store: str, windows: int, backend: str) -> list[dict[str, Any]]:
     """In a process of its own: a row for each stretch of windows."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(WORLD)}  # as torchrun does
+    if device().type == "cuda":
+        torch.accelerator.set_device_index(device().index)
     torch.set_num_threads(1)
     place = {"rank": rank, "world_size": WORLD}
-    dist.init_process_group("gloo", init_method=f"file://{store}", **place)
+    dist.init_process_group(group_backend(), init_method=f"file://{store}", **place)
     mine, twin = Trained(windows), Trained(windows)
     wrapped = DistributedDataParallel(mine.model)
     step = gradsync_fx.optimize(train_step, gradient_accumulation_steps=K, backend=backend)
@@ -85,6 +93,7 @@ def one(rank: int, store: str, windows: int, backend: str) -> list[dict[str, Any
         shape = (WORLD, K, 4)
         x = torch.randn(*shape, 8, generator=source, dtype=torch.float64)
         y = torch.randn(*shape, 1, generator=source, dtype=torch.float64)
+        x, y = moved((x, y))
         for i in range(K):
             start = time.perf_counter()
             step(wrapped, mine.optimizer, mine.scheduler, x[rank, i], y[rank, i])
