@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,16 +97,22 @@ def test_a_check_that_breaks_off_is_a_line_of_its_own(verdicts: ModuleType) -> N
 
 
 def test_events_of_a_profile_by_kind(checks: ModuleType) -> None:
-    events = [
-        "triton_poi_fused_add_0",
-        "triton_red_fused_1",
-        "sm90_xmma_gemm_f32f32",
-        "Memcpy HtoD (Pinned -> Device)",
-        "Memset (Device)",
-        "cudaLaunchKernel",
-        "cuLaunchKernelEx",
+    cuda, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
+    seen = [
+        ("triton_poi_fused_add_0", cuda, False),
+        ("triton_red_fused_1", cuda, False),
+        ("cutlass_80_simt_sgemm_128x64", cuda, False),
+        ("Memcpy HtoD (Pinned -> Device)", cuda, False),
+        ("Memset (Device)", cuda, False),
+        ("gradsync_fx train_step: boundary", cuda, True),
+        ("cudaLaunchKernel", cpu, False),
     ]
-    assert checks.kinds_of(events) == {"triton": 2, "library": 1, "copy": 2}
+    events = [
+        SimpleNamespace(name=name, device_type=kind, is_user_annotation=named)
+        for name, kind, named in seen
+    ]
+    found = checks.kinds_of(checks.on_card(events))
+    assert found == {"triton": 2, "library": 1, "copy": 2}
 
 
 @pytest.mark.parametrize(
@@ -131,9 +137,10 @@ def test_processes_that_end_badly(
 def test_a_process_that_does_not_end(
     gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_check, "PATIENCE", 0.5)
-    lines, why = gpu_check.run([sys.executable, "-c", "import time; time.sleep(60)"], {})
-    assert (lines, why) == ([], "no end within 0.5 s")
+    monkeypatch.setattr(gpu_check, "PATIENCE", 2)
+    script = "import time; print('OK   a: 1', flush=True); time.sleep(60)"
+    lines, why = gpu_check.run([sys.executable, "-c", script], {})
+    assert (lines, why) == (["OK   a: 1"], "no end within 2 s")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ where a check failed, and with 2 where torch sees no CUDA device.
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -78,21 +79,27 @@ def main() -> int:
 
 def run(command: list[str], environment: dict[str, str]) -> tuple[list[str], str]:
     """The lines that a check tells; and how it ended, where it did not end by itself."""
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # with the ranks that it starts
+    )
+    late = ""
     try:
-        done = subprocess.run(
-            command,
-            env={**os.environ, **environment},
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return [], f"no end within {PATIENCE} s"
-    lines = [line for line in done.stdout.splitlines() if line[:4] in ("OK  ", "FAIL", "    ")]
-    if done.returncode and not any(line.startswith("FAIL") for line in lines):
-        return lines, f"ended with {done.returncode}: {done.stderr.strip()[-800:]}"
-    return lines, ""
+        out, complaints = process.communicate(timeout=PATIENCE)
+    except BaseException as stopped:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, complaints = process.communicate()
+        if not isinstance(stopped, subprocess.TimeoutExpired):
+            raise
+        late = f"no end within {PATIENCE} s"
+    lines = [line for line in out.splitlines() if line[:4] in ("OK  ", "FAIL", "    ")]
+    if not late and process.returncode and not any(line.startswith("FAIL") for line in lines):
+        return lines, f"ended with {process.returncode}: {complaints.strip()[-800:]}"
+    return lines, late
 
 
 def _tell(line: str) -> None:
