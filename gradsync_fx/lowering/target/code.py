@@ -23,7 +23,7 @@ from torch.fx import Node
 from gradsync_fx import _torch_cuda as parts
 from gradsync_fx.ir.journal import Journal, Recording
 from gradsync_fx.ir.ops import node_line
-from gradsync_fx.ir.program import Program
+from gradsync_fx.ir.program import Program, writes
 from gradsync_fx.lowering.lower import lower
 from gradsync_fx.lowering.target.absent import Binary
 from gradsync_fx.lowering.target.made import KernelCode, ProgramCode
@@ -99,7 +99,8 @@ def program_code(
     """As data, without FLOPs and time. binaries: what Triton made, of other programs, too."""
     read_units = [(unit, read(unit.source)) for unit in made.units]
     events = [e for _, wrapper in read_units for e in wrapper.events]
-    kernels = [k for unit, wrapper in read_units for k in _kernels(unit, wrapper, binaries)]
+    ends = {str(node.args[0]): node for node in writes(program.module)}
+    kernels = [k for unit, wrapper in read_units for k in _kernels(unit, wrapper, binaries, ends)]
     return ProgramCode(
         name=name,
         kernels=tuple(kernels),
@@ -127,14 +128,18 @@ def devices_of(program: Program) -> dict[str, str]:
     return found
 
 
-def _kernels(unit: Unit, wrapper: Wrapper, binaries: Sequence[Binary]) -> Iterator[KernelCode]:
-    """In the order of their first launch."""
+def _kernels(
+    unit: Unit, wrapper: Wrapper, binaries: Sequence[Binary], ends: dict[str, Node]
+) -> Iterator[KernelCode]:
+    """In the order of their first launch. ends: the writes that end the program, by the input that each writes."""
     calls: dict[str, list[HostEvent]] = {}
     for event in wrapper.events:
         if event.kind in LAUNCHES:
             calls.setdefault(event.name, []).append(event)
     for name, launched in calls.items():
         nodes = [n for e in launched for n in unit.origins.get(e.call, ())]
+        # Of a kernel over lists Inductor does not say what it computes.
+        nodes = nodes or [ends[name] for e in launched for name in e.writes if name in ends]
         lines = (node_line(n) for n in nodes)
         found = KernelCode(
             name=name,
