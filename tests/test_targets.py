@@ -109,18 +109,34 @@ def test_errors_of_the_step_come_back_as_they_are(given: tuple[Any, ...]) -> Non
     assert {p.device.type for p in given[0].parameters()} == {"cpu"}
 
 
-def test_bad_targets() -> None:
-    given = trained()
+def test_bad_targets(given: tuple[Any, ...]) -> None:
+    """And what the errors say to do."""
 
-    def explained(options: dict[str, Any]) -> None:
-        gradsync_fx.explain(train_step, *given, **options)
+    def explained(options: dict[str, Any]) -> Report:
+        return gradsync_fx.explain(train_step, *given, **options)
 
     error = refused(OptionError, "target 'cuda:sm_70'", explained, {"target": "cuda:sm_70"})
     assert all(target in error.wanted for target in CARDS)
-    refused(OptionError, "argument 'target'", explained, {"target": torch.ones(1)})
     refused(
         OptionError, "argument 'target'", explained, {"target": "cuda:sm_90", "backend": "eager"}
     )
+    found = explained({"target": "cuda:sm_90"}).code
+    assert found is not None
+    assert found.target == "cuda:sm_90"
+    assert explained({}).code is None
+
+
+def test_a_step_with_an_argument_target() -> None:
+    model, optimizer, x, y = trained()
+
+    def named(
+        model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, target: Tensor
+    ) -> Tensor:
+        return train_step(model, optimizer, x, target)
+
+    with pytest.raises(OptionError, match="argument 'target'"):
+        gradsync_fx.explain(named, model, optimizer, x, target=y)
+    assert gradsync_fx.explain(named, model, optimizer, x, y).programs
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,7 @@ def test_a_factory_that_takes_the_micro_batch_is_asked_for_it(file: Path) -> Non
     assert code == 1
     assert "micro-batches of 3 and 6" in text
     assert "gradsync-fx inspect" in text
+    assert CliRunner().invoke(app, ["inspect", f"{file}:odd", "--timeout", "0"]).exit_code == 0
 
 
 def test_nothing_fits(file: Path) -> None:
