@@ -221,8 +221,6 @@ def told(target: Target, step: Any) -> Iterator[None]:
         raise Problem.of(USAGE, error, _trace(error)) from error
     except GradSyncError as error:
         raise Problem.of(REFUSED, error, _trace(error)) from error
-    except Problem:
-        raise
     except BaseException as error:
         raise _raised(target, error, "while the step was captured", line) from error
     finally:

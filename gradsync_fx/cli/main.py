@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -123,16 +123,14 @@ def inspect(
         card = _card(target)
         preset = hardware or (card.hardware if card else "laptop")
         machine = _hardware(preset, latency=latency, bandwidth=bandwidth, flops=flops)
-        report = _report(given, machine, timeout, target)
+        report = _report(given, machine, timeout)
         if html is not None:
             save_output(html, report.to_html)
         for path, text in ((json, report.to_json), (dot, report.to_dot)):
             if path is not None:
                 write(path, text())
         if STDOUT not in (json, dot):
-            console = Console()
-            # Piped, it is what print(report) gives; on a terminal it takes the terminal's width.
-            show(console if console.is_terminal else Console(width=WIDTH), to_tables(report))
+            _show(to_tables(report))
 
 
 @app.command(
@@ -209,9 +207,7 @@ def plan(
         if json is not None:
             write(json, _json(as_data(found, wanted, request)))
         if json != STDOUT:
-            console = Console()
-            wide = console if console.is_terminal else Console(width=WIDTH)
-            show(wide, to_table(found, wanted, request))
+            _show(to_table(found, wanted, request))
         if not any(choice.fits for choice in found):
             raise typer.Exit(REFUSED)
 
@@ -245,16 +241,14 @@ def doctor(json: JsonOption = None, traceback: TraceOption = False) -> None:
             raise typer.Exit(REFUSED)
 
 
-def _report(
-    given: dict[str, Any], machine: Hardware, timeout: float, target: str | None = None
-) -> Report:
+def _report(given: dict[str, Any], machine: Hardware, timeout: float) -> Report:
     """The report for the arguments of a command. Raises `Problem`."""
-    request = _request(given, machine, target)
+    request = _request(given, machine)
     report: Report = _limited(partial(make_report, request), request, timeout)
     return report
 
 
-def _request(given: dict[str, Any], machine: Hardware, target: str | None = None) -> Request:
+def _request(given: dict[str, Any], machine: Hardware) -> Request:
     """What the arguments of a command ask for. Raises `Problem`."""
     factory = Target.of(given["factory"])
     names = (
@@ -271,7 +265,7 @@ def _request(given: dict[str, Any], machine: Hardware, target: str | None = None
         Options.of(options)
     except OptionError as error:
         raise Problem.of(USAGE, error) from error
-    return Request(factory, given["world_size"], machine, options, target)
+    return Request(factory, given["world_size"], machine, options, given.get("target"))
 
 
 def _limited(job: Callable[[Tell], Any], request: Request, timeout: float) -> Any:
@@ -322,6 +316,12 @@ def _hardware(preset: str, **numbers: float | None) -> Hardware:
             wanted = "a number of at least 0" if name == "latency" else "a number above 0"
             raise Problem(USAGE, f"--{name}", f"{value}", wanted, "pass one, or leave it out")
     return replace(machine, name=f"{preset}, changed", **changed) if changed else machine
+
+
+def _show(tables: RenderableType) -> None:
+    """Piped, as wide as print(report); on a terminal as wide as that."""
+    console = Console()
+    show(console if console.is_terminal else Console(width=WIDTH), tables)
 
 
 def _json(found: dict[str, Any]) -> str:

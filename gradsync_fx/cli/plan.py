@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -77,7 +77,7 @@ def _measured(request: Request, step: Any, args: Any, kwargs: Any, size: int) ->
     with told(request.target, step), captured(step, args, kwargs, options, ranks) as found:
         closing = [c for c in found._executor.catalogue.captures if c.updates]
         if closing:
-            return measure(closing[-1], size, len(options.steps))
+            return measure(closing[-1], size)
     raise Problem(
         REFUSED,
         str(request.target),
@@ -167,6 +167,6 @@ def as_data(found: tuple[Choice, ...], wanted: Wanted, request: Request) -> dict
         "memory": wanted.memory,
         "global_batch": wanted.global_batch,
         "world_size": request.world_size or 1,
-        "hardware": asdict(replace(request.hardware)),
+        "hardware": asdict(request.hardware),
         "choices": rows,
     }

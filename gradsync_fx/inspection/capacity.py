@@ -50,11 +50,11 @@ class Measure:
     load: Load
 
 
-def measure(captured: CapturedStep, micro_batch: int, parts: int) -> Measure:
-    """parts: of the window, which all close in the boundary."""
+def measure(captured: CapturedStep, micro_batch: int) -> Measure:
+    """Of a capture with a batch of this size. It reaches an update."""
     programs: Mapping[str, Program] = {
         "accumulate": captured.programs.build(NONE),
-        "boundary": captured.programs.build(frozenset(range(parts))),
+        "boundary": captured.programs.build(frozenset(captured.facts.parts)),
     }
     graphs = tuple(g for p in programs.values() for g in graphs_of(captured, p))
     return Measure(micro_batch, held_by(captured, programs), graphs, load_of(captured))

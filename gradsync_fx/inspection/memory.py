@@ -24,6 +24,7 @@ from torch.fx import GraphModule, Node
 from gradsync_fx._torch import OpOverload
 from gradsync_fx.inspection.tensors import size_in_bytes
 from gradsync_fx.ir.memory import viewed
+from gradsync_fx.ir.program import writes
 
 
 _aten = torch.ops.aten
@@ -57,9 +58,10 @@ def peak_of(module: GraphModule, size: Size | None = None) -> Peak:
     sources = _written_down(module)
     last = _last_reads(module, sources)
     living: dict[Node, int] = {}
+    ends = set(writes(module))  # into inputs, which are there already
     now, peak = 0, Peak(0, None)
     for node, reads in sources.items():
-        own = 0 if _writes_an_input(node) else size(node)
+        own = 0 if node in ends else size(node)
         ending = [s for s in reads if last[s] is node and s in living]
         if own and (_is_elementwise(node) or _name(node) in _REDUCTIONS):
             over = next((s for s in ending if living[s] == own), None)
@@ -183,8 +185,3 @@ def _reads_by_element(node: Node) -> bool:
 def _name(node: Node) -> str:
     target = node.target
     return target._schema.name.partition("::")[2] if isinstance(target, OpOverload) else ""
-
-
-def _writes_an_input(node: Node) -> bool:
-    onto = node.args[0] if node.args else None
-    return node.target is _COPY and isinstance(onto, Node) and onto.op == "placeholder"

@@ -33,7 +33,7 @@ _Run = Callable[[list[Any]], Any]
 
 def held_inputs(rewritten: Rewritten) -> dict[int, str]:
     """Positions among the main graph's inputs of tensors on the device that stay where they are, with their names."""
-    given = [s for i, s in enumerate(rewritten.program.slots) if i not in rewritten.numbers]
+    given = rewritten.slots
     holders = rewritten.main.graph.find_nodes(op="placeholder")
     found = {
         i: f"{slot.kind} {slot.name!r}"
@@ -61,11 +61,10 @@ def recording_of(rewritten: Rewritten, *, asked: bool) -> Recording:
 def _never(rewritten: Rewritten) -> Iterator[str]:
     holders = rewritten.main.graph.find_nodes(op="placeholder")
     held = held_inputs(rewritten)
-    slots = [s for i, s in enumerate(rewritten.program.slots) if i not in rewritten.numbers]
     yield from _on_host(rewritten.main)
     for number in host_numbers(rewritten):
         yield f"{number} is a number of Python's, which a recording would keep as it was"
-    for i, (holder, slot) in enumerate(zip(holders, slots, strict=False)):
+    for i, (holder, slot) in enumerate(zip(holders, rewritten.slots, strict=False)):
         value = holder.meta["val"]
         if not isinstance(value, torch.Tensor) or not holder.users:
             continue

@@ -14,7 +14,7 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 
 from gradsync_fx._torch import FakeTensorMode
-from gradsync_fx.ir.program import Program
+from gradsync_fx.ir.program import Program, Slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +116,11 @@ class Rewritten:
     @property
     def name(self) -> str:
         return self.program.name
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Of the main graph's inputs; after them comes the vector of `numbers`, where there are some."""
+        return tuple(s for i, s in enumerate(self.program.slots) if i not in self.numbers)
 
     def modules(self) -> list[GraphModule]:
         """All its graphs, the main one first."""

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from gradsync_fx.ir.program import Program
 from gradsync_fx.lowering.target.absent import Binary, absent
 from gradsync_fx.lowering.target.cards import find_card
-from gradsync_fx.lowering.target.code import LoweredUnits, devices_of, lowered
+from gradsync_fx.lowering.target.code import LoweredUnits, lowered
 from gradsync_fx.lowering.target.wrapper import HostEvent, Wrapper, read
 from gradsync_fx.runtime.accumulators import Accumulators
 from tests.cross.cases import Case
@@ -48,7 +50,7 @@ def _data(
     buckets: int,
 ) -> Lowered:
     wrappers = [read(unit.source) for unit in made.units]
-    devices = devices_of(program)
+    devices = _devices(program)
     holders = [n.name for n in program.module.graph.find_nodes(op="placeholder")]
     label = dict(zip(holders, devices, strict=True))
     kernels = [kernel for wrapper in wrappers for kernel in wrapper.kernels]
@@ -80,6 +82,22 @@ def _offsets(step: Any) -> dict[str, int]:
     sums = Accumulators(len(facts.parts))
     sums.make_room(facts, facts.options)
     return {n: int(t.storage_offset()) * t.element_size() for n, t in sums.sums.items()}
+
+
+def _devices(program: Program) -> dict[str, str]:
+    """Kind and name of each input -> its device; of what is no tensor "size", or "host" for any other number."""
+
+    def device(value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            return value.device.type
+        return "size" if isinstance(value, int | torch.SymInt) else "host"
+
+    found: dict[str, str] = {}
+    for slot, value in zip(program.slots, program.inputs(), strict=True):
+        name = f"{slot.kind.value} {slot.name}"
+        alike = sum(n == name or n.startswith(f"{name} (") for n in found)  # a divisor for each k
+        found[f"{name} ({alike + 1})" if alike else name] = device(value)
+    return found
 
 
 def _size(cubin: bytes) -> int:

@@ -178,6 +178,16 @@ def step_of(case: Case, held: dict[Optimizer, list[nn.Parameter]]) -> Callable[.
     return train_step
 
 
+def window_of(case: Case, held: dict[Optimizer, list[nn.Parameter]]) -> dict[str, Any]:
+    """The options that say what a window is."""
+    each = dict(zip(held, (4, 2), strict=False))
+    return {
+        "gradient_accumulation_steps": each if case.k_each else 4,
+        "reduction": "weighted" if case.weights else "mean",
+        "skip_nonfinite": case.skip_nonfinite,
+    }
+
+
 @contextmanager
 def captured(case: Case) -> Iterator[Any]:
     """The captured step of a case, over `case.ranks` ranks that are not there."""
@@ -186,12 +196,7 @@ def captured(case: Case) -> Iterator[Any]:
         with FakeTensorMode(), torch.device("cuda:0"), _default(dtype):
             model, x, y = parts(case)
         held = optimizers(case, model)
-        options: dict[str, Any] = {
-            "gradient_accumulation_steps": dict(zip(held, (4, 2), strict=False))
-            if case.k_each
-            else 4,
-            "reduction": "weighted" if case.weights else "mean",
-            "skip_nonfinite": case.skip_nonfinite,
+        options = window_of(case, held) | {
             "bucket_cap_mb": case.bucket_cap_mb,
             "sync_each_batch": case.sync_each_batch,
             "reduce_dtype": torch.bfloat16 if case.wire else None,

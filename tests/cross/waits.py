@@ -54,7 +54,7 @@ def main(name: str, fault: str = "") -> None:
     from gradsync_fx.runtime.accumulators import Accumulators
     from gradsync_fx.runtime.captured_window import MicroStep
     from gradsync_fx.runtime.executor import Executor
-    from tests.cross.steps import optimizers, parts, step_of
+    from tests.cross.steps import optimizers, parts, step_of, window_of
 
     aten, case, mode = torch.ops.aten, CASES[name], FakeTensorMode()
     pinned: list[Any] = []
@@ -155,14 +155,7 @@ def main(name: str, fault: str = "") -> None:
         with mode, torch.device("cuda:0"):
             model, x, y = parts(case)
         held = optimizers(case, model)
-        options: dict[str, Any] = {
-            "gradient_accumulation_steps": dict(zip(held, (4, 2), strict=False))
-            if case.k_each
-            else 4,
-            "reduction": "weighted" if case.weights else "mean",
-            "skip_nonfinite": case.skip_nonfinite,
-        }
-        step = OptimizedStep(step_of(case, held), Options.of(options))
+        step = OptimizedStep(step_of(case, held), Options.of(window_of(case, held)))
         for _ in range(COLD):
             step(model, x, y)
         watch, updates = Watch(), 0

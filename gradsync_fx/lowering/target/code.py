@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
 from torch.fx import Node
 
 from gradsync_fx import _torch_cuda as parts
@@ -110,22 +109,6 @@ def program_code(
         recording=made.recording,
         bytes=sum(unit.bytes for unit in made.units),
     )
-
-
-def devices_of(program: Program) -> dict[str, str]:
-    """Kind and name of each input -> its device; of what is no tensor "size", or "host" for any other number."""
-
-    def device(value: Any) -> str:
-        if isinstance(value, torch.Tensor):
-            return value.device.type
-        return "size" if isinstance(value, int | torch.SymInt) else "host"
-
-    found: dict[str, str] = {}
-    for slot, value in zip(program.slots, program.inputs(), strict=True):
-        name = f"{slot.kind.value} {slot.name}"
-        alike = sum(n == name or n.startswith(f"{name} (") for n in found)  # a divisor for each k
-        found[f"{name} ({alike + 1})" if alike else name] = device(value)
-    return found
 
 
 def _kernels(
