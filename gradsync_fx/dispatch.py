@@ -107,7 +107,7 @@ class Dispatch:
                     raise_own(self._train_step, args, kwargs, failure)
                 raise
             self._executor.deferred = self._demand.deferred
-            if self._executor.sync_gradients:
+            if self._executor.deferred and self._executor.sync_gradients:
                 self._executor.make_up()
             self._executor.finish()
             return result

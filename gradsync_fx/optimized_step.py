@@ -118,7 +118,7 @@ class OptimizedStep(Generic[P, R]):
             if first:
                 executor.accumulators.drop_gradients()
                 warn_of_mistakes(executor)
-            if executor.sync_gradients and executor.window.optimizer_step == 1:
+            if executor.window.optimizer_step == 1 and executor.sync_gradients:
                 artifact(self._name, "report", lambda: self.report().to_json())
             return result
 
@@ -145,6 +145,7 @@ class OptimizedStep(Generic[P, R]):
     @property
     def optimizer_step(self) -> int:
         """Updates so far; with a k for each optimizer, calls that updated any."""
+        self._executor.settle()
         return self._executor.window.optimizer_step
 
     @property
@@ -340,5 +341,6 @@ def _mistakes_of(step: OptimizedStep) -> tuple[str, ...]:
 
 def _end(executor: Executor, name: str, line: str, at_end: ExitStack) -> None:
     """The finalizer of a step: warns of a window that is lost, and releases what Dynamo holds."""
+    executor.settle()
     warn_of_pending(executor, name, line)
     at_end.close()

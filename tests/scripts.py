@@ -81,7 +81,8 @@ def play(
 ) -> dict[str, Any]:
     """This rank's script, a flush, and the truth beside it.
 
-    more: names of `step` and `optimizer`, further `options`. collectives: all-reduces and gathers of each call.
+    more: names of `step` and `optimizer`, further `options`. asked: whether it looks for an update after each call;
+    else "ours" is the end alone. collectives: all-reduces and gathers of each call.
     """
     step, optimizer = more.get("step", "plain"), more.get("optimizer", "sgd")
     options = {"backend": "aot_eager", **more.get("options", {})}
@@ -115,10 +116,13 @@ def play(
                 else:
                     outputs.append(run(model, mine, *slot.batch(), slot.branch))
             collectives.append((count.all_reduces, count.all_gathers))
-            if run.sync_gradients:
+            if more.get("asked", True) and run.sync_gradients:
                 record()
         run.flush(on_update=record)
         warned = [str(w.message) for w in caught]
+    if not more.get("asked", True):
+        states = []
+        record()
     assert run.pending == 0
     assert all(float(g.abs().max()) == 0.0 for g in run.gradients().values())
     theirs = OPTIMIZERS[optimizer](other.parameters())
@@ -136,6 +140,10 @@ def play(
         "steps": run.optimizer_step,
         "compiled": run.compile_count,
         "unused": run.report().unused_parameters,
+        "counts": [
+            {n: float(o.state[p].get("step", 0)) for n, p in m.named_parameters()}
+            for m, o in ((model, mine), (other, theirs))
+        ],
         "state": sorted(
             name for name, p in model.named_parameters() if p in mine.state and mine.state[p]
         ),

@@ -47,7 +47,8 @@ class Position:
     ranks reach. collectives: a number for those of the step itself (collectives.py). bound: how many of these this
     call runs that need its data. fed: its micro-steps with data in the open window, this call included. buffers:
     a number for the module buffers that it sends or takes. weights: of each part's terms on this rank; where weights
-    are known only when a micro-step has run, without this call's.
+    are known only when a micro-step has run, without this call's. masks: whether its boundary program sees by itself
+    whether a term counted; then it waited for no weight, and tells none.
     """
 
     kind: int
@@ -64,6 +65,7 @@ class Position:
     bound: int
     fed: int
     buffers: int
+    masks: int
     weights: tuple[float, ...]
 
 
@@ -101,6 +103,11 @@ class Meeting:
     def certain(self) -> bool:
         """Whether all ranks have the same gradients to reduce, and each of these is one for sure."""
         return self.uniform and any(p.certain for p in self.ranks)
+
+    @property
+    def masked(self) -> bool:
+        """Whether all ranks run one program, and learn later whether it made an update."""
+        return self.uniform and all(p.masks for p in self.ranks)
 
     @property
     def closing(self) -> frozenset[int]:
@@ -206,7 +213,7 @@ class Line:
         """Every rank's position."""
         fixed = [mine.kind, mine.runs, mine.k, mine.pending, mine.closing, mine.optimizer_step]
         asked = [mine.layout, mine.discards, mine.certain, mine.settled]
-        held = [mine.collectives, mine.bound, mine.fed, mine.buffers]
+        held = [mine.collectives, mine.bound, mine.fed, mine.buffers, mine.masks]
         numbers = [*fixed, *asked, *held, *mine.weights]
         rows = self.gather(numbers, where=self.place(mine.pending, mine.k, mine.optimizer_step))
         return Meeting([_position(row) for row in rows])

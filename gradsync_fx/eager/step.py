@@ -131,6 +131,10 @@ class EagerStep:
         """That, too, is asked gradient by gradient."""
         return False
 
+    def masks(self, accumulators: Accumulators, closing: frozenset[int], summed: int) -> bool:
+        """It has no program of its own."""
+        return False
+
     def in_turn(self, closing: Collection[int]) -> list[int]:
         """Optimizers of the closing parts, by number, in the order in which the step looks at their gradients."""
         read = [

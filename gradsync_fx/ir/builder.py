@@ -32,7 +32,8 @@ class Draft:
     """A program while passes work on it.
 
     of: nodes of the step to their copies here. slots: grows with each new input. notes: the copies of what the step's
-    notes point out. host_values: outputs for the host's calls. kept: nodes that stay although nothing reads them.
+    notes point out. host_values: outputs for the host's calls. counted: in a program that masks an empty window, its
+    weight, which is the last output, and whether that is more than 0. kept: nodes that stay though nothing reads them.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Draft:
     fake_mode: Any
     notes: dict[tuple[ops.Role, int], list[Node]] = field(default_factory=dict)
     host_values: int = 0
+    counted: tuple[Node, Node] | None = None
     kept: list[Node] = field(default_factory=list)
     _inputs: dict[tuple[Kind, Any], Node] = field(default_factory=dict)
     _ends: dict[Node, Node] = field(default_factory=dict)
@@ -200,7 +202,8 @@ class Draft:
         self.graph.lint()
         self.module.delete_all_unused_submodules()
         self.module.recompile()
-        return Program(self.name, self.module, tuple(slots), self.host_values)
+        masked = self.counted is not None
+        return Program(self.name, self.module, tuple(slots), self.host_values, masked)
 
 
 def emit(graph: Graph, fake_mode: Any, target: Any, args: Any, kwargs: Any) -> Node:

@@ -96,13 +96,15 @@ class Program:
     """One of the programs of a step; never edited once it is verified.
 
     Takes what `slots` say, in their order: the step's inputs that it still reads, then what passes added. Returns the
-    step's outputs (None where another program gives them), then values for the host's calls, then new optimizer state.
+    step's outputs (None where another program gives them), then values for the host's calls, then new optimizer state,
+    then the window's weight where it is `masked`.
     """
 
     name: str  # for people: "accumulate", "boundary", "tail", or one of these with its optimizers
     module: GraphModule
     slots: tuple[Slot, ...]  # one for each placeholder, in their order
     host_values: int = 0  # how many of the outputs the host's calls want
+    masked: bool = False  # it makes no update where the window's weight, its last output, is 0
     # The position of the input that it writes first, run as it is; None where it writes nothing, and where it is cut at
     # an optimizer's own step, which writes what it likes.
     first_written: int | None = field(init=False)

@@ -8,7 +8,7 @@ opaque (opaque.py): then nothing is read or written here.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -202,9 +202,32 @@ class Binding:
         self._early.clear()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # read by lr_scheduler
 
-    def _put(self, place: tuple[str, int, Any], value: Any, state: dict[int, State]) -> None:
+    def numbers_held(self, update: Update) -> Callable[[], None]:
+        """Puts back the numbers that `commit` will change: for an update that turns out to have been none."""
+        held = [
+            (owner, key, owner[key].clone() if isinstance(owner[key], torch.Tensor) else owner[key])
+            for place in (p for places in update.number_out for p in places)
+            for owner, key in [self._owner(place, self.state())]
+            if key in owner
+        ]
+
+        def put_back() -> None:
+            for owner, key, value in held:
+                if isinstance(owner[key], torch.Tensor):
+                    owner[key].copy_(value)
+                else:
+                    owner[key] = value
+
+        return put_back
+
+    def _owner(
+        self, place: tuple[str, int, Any], state: dict[int, State]
+    ) -> tuple[dict[Any, Any], Any]:
         where, index, key = place
-        owner = self.optimizer.param_groups[index] if where == "group" else state[index]
+        return (self.optimizer.param_groups[index] if where == "group" else state[index]), key
+
+    def _put(self, place: tuple[str, int, Any], value: Any, state: dict[int, State]) -> None:
+        owner, key = self._owner(place, state)
         held = owner.get(key)
         if isinstance(held, torch.Tensor) and not isinstance(value, torch.Tensor):
             held.fill_(value)

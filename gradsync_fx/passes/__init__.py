@@ -31,6 +31,7 @@ from gradsync_fx.passes.device_numbers import numbers_on_device
 from gradsync_fx.passes.fuse import add_products, norms_as_sums, numbers_as_tensors, write_early
 from gradsync_fx.passes.inline import inline_bodies
 from gradsync_fx.passes.join_updates import join_updates
+from gradsync_fx.passes.mask import mask_boundary
 from gradsync_fx.passes.overlap import reduce_in_place, wait_late
 from gradsync_fx.passes.pointwise_updates import cut_updates
 from gradsync_fx.passes.reduce import (
@@ -60,6 +61,7 @@ MICRO_STEP: list[Pass] = [
     reduce_window,
     give_host_values,
     inline_updates,
+    mask_boundary,
     reset_accumulators,
 ]
 TAIL: list[Pass] = [

@@ -19,6 +19,7 @@ from gradsync_fx.ir.builder import Draft
 from gradsync_fx.ir.ops import argument
 from gradsync_fx.ir.program import Kind, Slot
 from gradsync_fx.passes.bucket import reduce_bucket
+from gradsync_fx.passes.mask import note_weight
 from gradsync_fx.passes.sums import accumulator, add_to_accumulator, cast, reset
 from gradsync_fx.passes.weigh import (
     gradients_of,
@@ -49,6 +50,7 @@ def reduce_window(draft: Draft, plan: Plan) -> None:
     }
     weights = {part: with_this_call(draft, plan, part, w) for part, w in weights.items()}
     weights = _hand_on(draft, plan, sums, weights)
+    note_weight(draft, plan, weights)
     for bucket in sums:
         _reduce_later_gradients(draft, plan, bucket, weights.get(bucket.part))
     draft.sort()  # a gradient may be read before the last one of its bucket: by the update of another model

@@ -17,6 +17,7 @@ from gradsync_fx.ir.builder import Draft
 from gradsync_fx.ir.ops import argument
 from gradsync_fx.ir.program import Kind, Slot
 from gradsync_fx.optim.subgraphs import Body, BodyCall
+from gradsync_fx.passes.mask import unless_empty
 from gradsync_fx.planning.plan import Plan
 
 
@@ -65,12 +66,16 @@ def inline_updates(draft: Draft, plan: Plan) -> None:
                 *(scalars[i] for i in call.scalars),
             ]
             results = _call(draft, marker, names[call.body], call, inputs)
-            new.update(zip(call.params, results, strict=False))
+            with draft.graph.inserting_before(marker):
+                for i, value in zip(call.params, results, strict=False):
+                    new[i] = unless_empty(draft, value, params[i])
             for place, value in zip(call.written, results[len(call.params) :], strict=True):
-                if place in held:
-                    draft.write(held[place], value)
-                else:
+                if place not in held:
                     created.append(value)
+                    continue
+                with draft.graph.inserting_before(marker):
+                    kept = unless_empty(draft, value, held[place])
+                draft.write(held[place], kept)
         draft.set_outputs([*draft.outputs(), *created])
         for item in list(marker.users):
             item.replace_all_uses_with(new[update.which[argument(item, 1)]])

@@ -9,7 +9,7 @@ from gradsync_fx.errors import VerificationError
 from gradsync_fx.ir import ops
 from gradsync_fx.ir.ops import argument
 from gradsync_fx.ir.program import Kind, Program, Slot, writes
-from gradsync_fx.passes.symbolic import Machine, Terms
+from gradsync_fx.passes.symbolic import Machine, Ref, Terms
 from gradsync_fx.planning.plan import Bucket, Plan, carrier
 
 
@@ -23,6 +23,7 @@ def verify(program: Program, plan: Plan, *, tail: bool) -> None:
     tail
     held sums    of a part that closes: zero at the end; of one that stays open: what it was and this call's term, once
     and weights  (in a tail: what it was)
+    masked       what an update writes is what it was where the window's weight is 0
 
     So over the programs of a window each sum is 0 + t1 + ... + tk when its part closes, whichever programs ran, and a
     call that closes only some parts leaves none half written.
@@ -84,7 +85,7 @@ def _is_read(plan: Plan, part: int) -> bool:
     """Whether the weight of a part, summed over the ranks, is read: divided by, held, or scaled by."""
     assert plan.weighing is not None
     held = part not in plan.closing or plan.wire_dtype is torch.float16
-    return plan.weighing.divides or (plan.sync_each_batch and held)
+    return plan.weighing.divides or plan.masked or (plan.sync_each_batch and held)
 
 
 def _reductions_of(plan: Plan, bucket: Bucket, *, tail: bool) -> int:
@@ -101,6 +102,8 @@ def _check_sums(program: Program, plan: Plan, held: dict[Slot, Node], *, tail: b
     inputs = [machine.bind(terms.make("input", i)) for i in range(len(held))]
     machine.run(program.module, inputs)
     part_of = {plan.step.leaves[i].name: part for i, part in plan.part_of_leaf.items()}
+    if plan.masked:
+        _check_masked(program, plan, machine, inputs)
     found = set()
     for i, (slot, holder) in enumerate(held.items()):
         if slot.kind not in (Kind.ACCUMULATOR, Kind.WEIGHT):
@@ -126,6 +129,24 @@ def _check_sums(program: Program, plan: Plan, held: dict[Slot, Node], *, tail: b
         raise VerificationError(
             f"{program.name} program", seen=f"accumulators not reset: {sorted(closing - found)}"
         )
+
+
+def _check_masked(program: Program, plan: Plan, machine: Machine, inputs: list[Ref]) -> None:
+    """Of optimizer state and of parameters that the forward does not write."""
+    in_forward = _written_in_forward(plan)
+    where, positive = torch.ops.aten.where.self, torch.ops.aten.gt.Scalar
+    for i, slot in enumerate(program.slots):
+        kept = slot.kind is Kind.PARAMETER and slot.key not in in_forward
+        before, after = machine.terms.make("input", i), machine.memory[inputs[i].root]
+        if (not kept and slot.kind is not Kind.STATE) or after is before:
+            continue
+        masked = after.op is where and after.args[2] is before
+        if not masked or after.args[0].op is not positive:
+            raise VerificationError(
+                f"{program.name} program, {slot.kind.value} {slot.name!r}",
+                seen=f"at the end it is {after}",
+                wanted="what it was where the window's weight is 0",
+            )
 
 
 def _unpacks(node: Node) -> bool:

@@ -67,7 +67,7 @@ class Plan:
 
     A window has one part for each optimizer with a k of its own, else one part. A step keeps one plan in which nothing
     closes: `closing`, `updates`, `opaque` and `state_tensors` are empty. Each program is built from a copy in which
-    these four, and `buckets`, are its own. Passes change nothing in it.
+    these four, `masked` and `buckets` are its own. Passes change nothing in it.
 
     step, regions: as captured.
     buckets: all of the step's, in the order in which they are sent: as gradients become ready, or by name.
@@ -85,6 +85,7 @@ class Plan:
     state_tensors: of each traced update, in the order of its state inputs.
     wire_dtype: of all-reduces; None for the sums' own.
     sync_each_batch: every call reduces its terms, so that sums hold what was reduced.
+    masked: the program makes no update where no term of the window counted, which it sees itself (passes/mask.py).
     """
 
     step: Step
@@ -104,6 +105,7 @@ class Plan:
     state_tensors: dict[str, list[torch.Tensor]]
     wire_dtype: torch.dtype | None
     sync_each_batch: bool
+    masked: bool = False
 
     @property
     def parts(self) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -52,6 +53,7 @@ class Accumulators:
         self.restored: dict[str, torch.Tensor] = {}
         self._part_of: dict[str, int] = {}
         self._trainable: dict[str, bool] = {}
+        self._given: Counter[str] = Counter()
 
     def make_room(self, facts: CapturedFacts, options: Options) -> None:
         """An accumulator for every leaf of a new capture; saved sums that waited for it come in."""
@@ -169,6 +171,15 @@ class Accumulators:
                     self._in_window.update(dict.fromkeys(mine))
         return self._in_window
 
+    def given(self) -> Collection[str]:
+        """The parameters with a term in the open window, if it counted: nobody waits to know that."""
+        return {**self._in_window, **self._given}
+
+    def in_every(self, names: Collection[str], micro_steps: int) -> bool:
+        """Whether each of these, and no other parameter, was given a term by every micro-step of the open window."""
+        wanted = dict.fromkeys(names, micro_steps) if micro_steps else {}
+        return self._given == wanted
+
     def weights_read(self) -> tuple[float, ...]:
         """The weight of each part so far, as far as `read_in_window` read it: 0 for certain where nothing counted."""
         self.read_in_window()
@@ -179,6 +190,7 @@ class Accumulators:
     def restore_in_window(self, names: Collection[str]) -> None:
         """As saved, beside the weights that were saved with it."""
         self._unread.clear()
+        self._given.clear()
         self._in_window = dict.fromkeys(names)
         self._read = {part: float(weight) for part, weight in self.weights.items()}
 
@@ -188,6 +200,7 @@ class Accumulators:
 
     def added(self, names: Collection[str], *, weighed: bool) -> None:
         """A micro-step put its terms for these parameters in. weighed: unless its weight, added already, is 0."""
+        self._given.update(names)
         if weighed:
             # Read when somebody asks: a call that closes nothing doesn't wait for its device.
             now = HostCopy(torch.stack(list(self.weights.values())))
@@ -197,9 +210,9 @@ class Accumulators:
 
     def closed(self, parts: Collection[int]) -> None:
         """These parts start anew; their sums were reset by the program that closed them."""
-        for name in list(self._in_window):
-            if self._part_of[name] in parts:
-                del self._in_window[name]
+        for held in (self._in_window, self._given):
+            for name in [name for name in held if self._part_of[name] in parts]:
+                del held[name]
         for added in self._unread:
             added.names = tuple(n for n in added.names if self._part_of[n] not in parts)
             added.closed = added.closed.union(parts)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+import torch
 from torch.distributed import ProcessGroup
 from torch.fx import Node
 
@@ -116,6 +117,16 @@ class CapturedFacts:
         return self.weighing is not None
 
     @property
+    def masks(self) -> bool:
+        """Whether its boundary program itself makes no update for a window in which nothing counted.
+
+        Where programs are queued on a device, the host knows a weight only when all before it has run.
+        """
+        options, parameters = self.options, self.capture.parameters.values()
+        whole = len(options.steps) == 1 and not options.sync_each_batch
+        return self.weighs and whole and runs_behind(parameters)
+
+    @property
     def speaks_in_every_call(self) -> bool:
         """Whether also an accumulate call meets the other ranks: it has collectives anyway, of ours or of its own."""
         if self.setting.group is None:
@@ -136,6 +147,11 @@ class CapturedFacts:
         closing: no parts where the other ranks say which.
         """
         return not self.weighs or set(self.names_of(closing or self.parts)) <= set(in_window)
+
+
+def runs_behind(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether programs of these are queued, and run behind the host."""
+    return any(p.device.type != "cpu" for p in parameters)
 
 
 def _weighing(capture: Capture, regions: Regions, options: Options) -> Weighing | None:

@@ -9,6 +9,8 @@ A window of it ends, with all ranks at one place, in one of two ways. Each rank
     runs the boundary program (or the tail program, without data)     if all ranks have the same gradients to reduce
                                                                       and each has a term that certainly counts,
                                                                       and either all of them have data or none
+    runs the boundary program, which masks its update         if only the device knows whether any term counts, and all
+                                                              of a rank's micro-steps gave the same gradients terms
     runs the accumulate program, then the tail for the union of what  otherwise: branches that differ, or weights that
     the ranks' windows hold, or makes no update if that is nothing    may all be zero; a rank without data among others,
                                                                       as an update compiled into another program
@@ -26,6 +28,7 @@ import torch
 
 from gradsync_fx.capture.tracer import Capture
 from gradsync_fx.comm.collectives import OwnCollectives
+from gradsync_fx.comm.host_copy import HostCopy
 from gradsync_fx.comm.rendezvous import Line
 from gradsync_fx.ir.deferral import check_deferrable
 from gradsync_fx.ir.program import Kind
@@ -38,6 +41,7 @@ from gradsync_fx.runtime.consistency import Integrity
 from gradsync_fx.runtime.divisors import Divisors, totals_of
 from gradsync_fx.runtime.ending import Closed, Ending
 from gradsync_fx.runtime.host_calls import HostCalls
+from gradsync_fx.runtime.outcome import Outcome
 from gradsync_fx.runtime.participate import take_part
 from gradsync_fx.runtime.program_cache import ProgramCache
 from gradsync_fx.runtime.program_runner import ProgramRunner
@@ -110,11 +114,23 @@ class CapturedStep:
     def certain(self, in_window: Collection[str], closing: Collection[int]) -> bool:
         return self.facts.certain(in_window, closing)
 
+    def masks(self, accumulators: Accumulators, closing: frozenset[int], summed: int) -> bool:
+        """Where each of its gradients has a term of every micro-step, so that all of them count or none does; and
+        nothing happens on the host that could not be taken back."""
+        return (
+            self.facts.masks
+            and not self.facts.capture.host_calls
+            and accumulators.in_every(self.facts.names, summed - 1)
+            and self.programs.masked(closing) is not None
+        )
+
     # Of protocol.py: what it does.
 
     def close(self, ending: Ending, args: list[Any] | None) -> Closed:
         """See the module's text."""
         closing, meeting = ending.meeting.closing, ending.meeting
+        if meeting.masked and args is not None:
+            return self._close_masked(ending, args)
         totals = totals_of(p.weights for p in meeting.ranks)
         if (
             meeting.certain
@@ -134,6 +150,17 @@ class CapturedStep:
             results = self.micro_step(args, NONE, {})
             ending.accumulators.added(self.facts.names, weighed=self.weighs)
         return Closed(results, rest=lambda: self._close_apart(ending, results))
+
+    def _close_masked(self, ending: Ending, args: list[Any]) -> Closed:
+        """One program for everything, also for a window in which nothing counts: the host learns of that later."""
+        closing = ending.meeting.closing
+        put_back = self.runner.numbers_held(self.programs.compiled(closing))
+        divisors = ending.divisors([1.0] * len(ending.after.parts))  # weights are the program's
+        with self.side_by_side(ending.line, settled=all(p.settled for p in ending.meeting.ranks)):
+            results = self.micro_step(args, closing, divisors)
+        assert self.runner.weight is not None
+        outcome = Outcome(HostCopy(self.runner.weight), put_back)
+        return Closed(results, closing, closing, outcome)
 
     def _close_apart(self, ending: Ending, results: list[Any]) -> Closed:
         """The tail for all that the ranks' windows hold."""

@@ -71,6 +71,8 @@ class MicroStep:
         closing = executor.closing(captured)
         if closing:
             return executor.close(captured, BOUNDARY, closing, args)[0]
+        if captured.speaks_in_every_call:
+            executor.settle()
         after = executor.window.called(summed=True)
         if captured.speaks_in_every_call:
             executor.meet(captured, ACCUMULATE, NONE, after, runs=True)

@@ -14,6 +14,7 @@ from gradsync_fx.options import Options
 from gradsync_fx.runtime.accumulators import Accumulators
 from gradsync_fx.runtime.consistency import Integrity
 from gradsync_fx.runtime.divisors import Divisors, divisors_of, totals_of
+from gradsync_fx.runtime.outcome import Outcome
 from gradsync_fx.runtime.window import NONE, WindowState
 
 
@@ -49,12 +50,14 @@ class Ending:
 class Closed:
     """What came of it. updated: the parts with an update. reset: those whose sums a program set to zero.
 
+    outcome: where only the device knows whether there was an update; `updated` says which parts it would have been of.
     rest: the second half, where there is one. It may trace the step anew, and so comes when the traced call is over.
     """
 
     results: Sequence[Any] = ()
     updated: frozenset[int] = NONE
     reset: frozenset[int] = NONE
+    outcome: Outcome | None = None
     rest: Callable[[], Closed] | None = None
 
 

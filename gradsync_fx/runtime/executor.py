@@ -33,6 +33,7 @@ from gradsync_fx.runtime.capture_cache import Catalogue
 from gradsync_fx.runtime.consistency import Integrity
 from gradsync_fx.runtime.ending import Closed, Ending, weights_summed
 from gradsync_fx.runtime.module_buffers import ModuleBuffers
+from gradsync_fx.runtime.outcome import Outcome, SettledStates
 from gradsync_fx.runtime.protocol import StepProtocol
 from gradsync_fx.runtime.window import NONE, WindowState
 from gradsync_fx.user_lines import warn_user
@@ -54,7 +55,9 @@ class Executor:
         self.options = options
         self.simulated = simulated is not None
         self.window = WindowState.fresh(len(options.steps))
-        self.sync_gradients = False
+        self._synced: bool | None = False
+        self._awaited: tuple[StepProtocol, Meeting, Outcome] | None = None
+        self._states = SettledStates()
         self.accumulators = Accumulators(len(options.steps))
         self.integrity = Integrity()
         self.catalogue = Catalogue(self.accumulators, self.integrity, simulated)
@@ -71,6 +74,17 @@ class Executor:
     def begun(self) -> bool:
         """Whether the ranks have met, or nothing ever runs."""
         return self._begun or self.simulated
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Waits for the update where only the device knows whether there was one."""
+        if self._synced is None:
+            self.settle()
+        return bool(self._synced)
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self._synced = value
 
     def begin(self, step: StepProtocol) -> None:
         """All ranks' first step: from here on they can speak to each other. Made again by the next call if it fails."""
@@ -142,7 +156,12 @@ class Executor:
         runs: bool,
     ) -> Meeting:
         """Tells the other ranks where this one stands, and learns it of them."""
-        in_window = self.accumulators.read_in_window()
+        summed = max(part.summed for part in after.parts)
+        masks = runs and bool(closing) and step.masks(self.accumulators, closing, summed)
+        held = self.accumulators
+        # A program that masks by itself is not waited for: its ranks may close without the weights, then.
+        in_window = held.given() if masks else held.read_in_window()
+        unread = (0.0,) * len(after.parts)
         mine = Position(
             kind=kind,
             runs=runs,
@@ -151,16 +170,19 @@ class Executor:
             closing=sum(1 << part for part in closing),
             optimizer_step=self.window.optimizer_step,
             layout=step.layout_for(in_window),
-            certain=step.certain(in_window, closing),
+            certain=not masks and step.certain(in_window, closing),
             discards=self.discards,
             settled=step.settled,
             collectives=step.collectives.number,
             bound=step.collectives.bound(closes=bool(closing)) if runs else 0,
-            fed=max(part.summed for part in after.parts),
+            fed=summed,
             buffers=self.buffers.number(),
-            weights=self.accumulators.weights_read()
+            masks=masks,
+            weights=unread
+            if masks
+            else held.weights_read()
             if step.weighs
-            else weights_summed(after, self.accumulators, weighs=False),
+            else weights_summed(after, held, weighs=False),
         )
         with self.integrity.among_ranks(alone=self._line.group is None):
             self.drift.compare(self._line)
@@ -184,6 +206,7 @@ class Executor:
     ) -> tuple[Sequence[Any], Meeting]:
         """Ends the window of the closing parts together with all ranks. args: of the call; None without data."""
         runs = args is not None
+        self.settle()
         after = self.window if kind == FLUSH else self.window.called(summed=runs)
         meeting = self.meet(step, kind, closing, after, runs=runs)
         if runs:
@@ -218,22 +241,47 @@ class Executor:
 
     def end_window(self, step: StepProtocol, meeting: Meeting, closed: Closed) -> None:
         """The closing parts start anew, whether they were updated or had nothing to update with."""
-        closing, updated = meeting.closing, bool(closed.updated)
+        closing = meeting.closing
         self.accumulators.clear(closing - closed.reset)
         self.accumulators.closed(closing)
-        self.window = self.window.closed(closing, updated=updated)
-        self.sync_gradients = updated
-        if updated:
-            self.make_up()
+        self.window = self.window.closed(closing)
+        updated = bool(closed.updated) if closed.outcome is None else None
+        self._count(updated)
         log.debug("window closed after call %d: %s", self.window.micro_step, closing)
-        if updated:
+        if meeting.pending:
             self.buffers.after_boundary(step)
         self.integrity.over()
+        if closed.outcome is None:
+            self._follow_up(step, meeting, updated=bool(updated))
+        else:
+            self._awaited = (step, meeting, closed.outcome)
+            self._states.watch(step.objects.optimizers, self.settle)
+
+    def settle(self) -> None:
+        """Learns whether the last window made an update, where only the device knew; waits for it, not for more."""
+        if self._awaited is None:
+            return
+        (step, meeting, outcome), self._awaited = self._awaited, None
+        updated, asked = outcome.counted(), self._synced is None
+        self._count(updated)
+        if not asked:  # a call has begun since
+            self._synced = False
+        self._follow_up(step, meeting, updated=updated)
+
+    def _count(self, updated: bool | None) -> None:
+        """updated: None where it is not known yet."""
+        self._synced = updated
+        if updated:
+            self.window = self.window.updated()
+            self.make_up()
+
+    def _follow_up(self, step: StepProtocol, meeting: Meeting, *, updated: bool) -> None:
+        """What is looked at after an update, or said of a window without one."""
         if updated:
             with self.integrity.among_ranks(alone=self._line.group is None):
                 self.drift.updated(self._line, self.window.optimizer_step, step.reduced)
             self.integrity.over()
-        if not updated and meeting.pending:
+        elif meeting.pending:
             warn_user(
                 "a window closed without a single term on any rank (skipped, not finite, or of zero weight): no update"
             )

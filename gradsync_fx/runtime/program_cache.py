@@ -131,6 +131,14 @@ class ProgramCache:
             self._compiled[key] = CompiledProgram(built, lowered)
         return self._compiled[key]
 
+    def masked(self, closing: frozenset[int]) -> CompiledProgram | None:
+        """The boundary program where it masks an empty window, compiled; None for an update that makes state."""
+        _, traced = self._select(closing, False, False)
+        if any(isinstance(u, Opaque) or u.created for u in traced.values()):
+            return None
+        found = self.compiled(closing)
+        return found if found.program.masked else None
+
     def build(self, closing: frozenset[int], *, tail: bool = False) -> Program:
         """The program before lowering."""
         return self._build(*self._select(closing, tail, False)).program
@@ -155,6 +163,7 @@ class ProgramCache:
                 updates=updates,
                 opaque=opaque,
                 state_tensors={n: self.bindings[n].state_tensors(u) for n, u in updates.items()},
+                masked=bool(closing) and not tail and not opaque and self._facts.masks,
             )
             name = self._name(closing, tail)
             program = build(name, plan, self._facts.capture.fake_mode, self.journal, tail=tail)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -25,11 +26,13 @@ HeldTensors = dict[tuple[Kind, Any], torch.Tensor]
 
 
 class ProgramRunner:
-    """measured: calls and seconds of each program, by its name."""
+    """measured: calls and seconds of each program, by its name. weight: of the window that a masked program closed
+    last, on its device."""
 
     def __init__(self, facts: CapturedFacts, programs: ProgramCache, integrity: Integrity) -> None:
         self._facts, self._programs, self._integrity = facts, programs, integrity
         self.measured: dict[str, tuple[int, float]] = {}
+        self.weight: torch.Tensor | None = None
         self._warned: set[str] = set()
 
     @cached_property
@@ -68,8 +71,21 @@ class ProgramRunner:
             raise
         calls, seconds = self.measured.get(program.name, (0, 0.0))
         self.measured[program.name] = (calls + 1, seconds + time.perf_counter() - start)
+        if program.masked:
+            self.weight = results.pop()
         self._commit(compiled, results)
         return results
+
+    def numbers_held(self, compiled: CompiledProgram) -> Callable[[], None]:
+        """Puts back the numbers that the host counts with the updates of a program: call it before the program runs."""
+        bindings, updates = self._programs.bindings, compiled.built.updates
+        back = [bindings[key].numbers_held(update) for key, update in updates.items()]
+
+        def put_back() -> None:
+            for one in back:
+                one()
+
+        return put_back
 
     def _held(self, compiled: CompiledProgram, divisors: Divisors) -> HeldTensors:
         """Divisors of the window, and what the optimizers hold."""

@@ -74,6 +74,9 @@ class StepProtocol(Protocol):
         closing: no parts where the other ranks say which.
         """
 
+    def masks(self, accumulators: Accumulators, closing: frozenset[int], summed: int) -> bool:
+        """Whether it can close these parts without knowing yet whether any of their `summed` micro-steps counted."""
+
     def close(self, ending: Ending, args: list[Any] | None) -> Closed:
         """Ends the window: reduces and updates. args: of the call that ends it; None without data."""
 

@@ -52,10 +52,12 @@ class WindowState:
             parts=tuple(Part(p.pending + 1, p.summed + summed) for p in self.parts),
         )
 
-    def closed(self, parts: Collection[int], *, updated: bool) -> WindowState:
-        """After these parts ended; `updated` tells whether an optimizer stepped."""
+    def closed(self, parts: Collection[int]) -> WindowState:
+        """After these parts ended."""
         return replace(
-            self,
-            optimizer_step=self.optimizer_step + updated,
-            parts=tuple(Part() if i in parts else p for i, p in enumerate(self.parts)),
+            self, parts=tuple(Part() if i in parts else p for i, p in enumerate(self.parts))
         )
+
+    def updated(self) -> WindowState:
+        """After a call in which an optimizer stepped."""
+        return replace(self, optimizer_step=self.optimizer_step + 1)

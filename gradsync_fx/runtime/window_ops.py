@@ -40,6 +40,7 @@ def flush(executor: Executor, on_update: Any = None) -> None:
 def skip(executor: Executor) -> None:
     """A slot without data."""
     executor.integrity.check("skip")
+    executor.settle()
     step = executor.catalogue.closer()
     if step is None:
         raise nothing_captured("skip")
@@ -65,13 +66,14 @@ def skip(executor: Executor) -> None:
 def discard(executor: Executor) -> None:
     """Drops the open window, also one that was loaded and waits for its first call."""
     executor.integrity.check("discard", allowed=SUMS)
+    executor.settle()
     executor.integrity.writes(updates=False)
     held = executor.accumulators
     held.restored = {}
     held.restore_in_window([])
     held.clear(executor.all_parts)
     executor.discards += 1
-    executor.window = executor.window.closed(executor.all_parts, updated=False)
+    executor.window = executor.window.closed(executor.all_parts)
     executor.sync_gradients = False
     executor.integrity.over()
 

@@ -42,6 +42,12 @@ def test_a_weight_that_is_read_on_the_device_is_found() -> None:
     assert "_local_scalar_dense" in said
 
 
+def test_a_wait_for_this_window_is_found() -> None:
+    failed, said = watched("weighed", "this window")
+    assert failed
+    assert "the host waits: for what was queued 3 calls ago" in said
+
+
 def test_memory_that_is_not_pinned_is_found() -> None:
     failed, said = watched("plain", "pageable")
     assert failed

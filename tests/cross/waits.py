@@ -52,6 +52,7 @@ def main(name: str, fault: str = "") -> None:
     from gradsync_fx.passes import FOR_INDUCTOR, rewrite
     from gradsync_fx.runtime import program_cache
     from gradsync_fx.runtime.accumulators import Accumulators
+    from gradsync_fx.runtime.captured_facts import CapturedFacts
     from gradsync_fx.runtime.captured_window import MicroStep
     from gradsync_fx.runtime.executor import Executor
     from tests.cross.steps import optimizers, parts, step_of, window_of
@@ -128,15 +129,33 @@ def main(name: str, fault: str = "") -> None:
             else run
         )
 
+    calls, warm = 0, False
+    made_in: dict[int, int] = {}
+    copied = host_copy.HostCopy.__init__
+
+    def born(copy: Any, tensor: Any) -> None:
+        copied(copy, tensor)
+        made_in[id(copy)] = calls
+
+    def values(copy: Any) -> list[float]:
+        """Of what an earlier window left, a window's length of calls ago: the device is past it, or nearly."""
+        old = calls - made_in[id(copy)]
+        assert old >= 4 or not warm, f"the host waits: for what was queued {old} calls ago"
+        return [1.0] * copy._held.numel()
+
     with ExitStack() as stack:
         stack.enter_context(absent(find_card(f"cuda:{case.target}")))
         for owner, what, stand_in in (
             (program_cache, "lower", lower),
             (number_vector, "torch", WithPinnedMemory),
             (host_copy, "torch", WithPinnedMemory),
-            (host_copy.HostCopy, "values", lambda copy: [1.0] * copy._held.numel()),
+            (host_copy.HostCopy, "__init__", born),
+            (host_copy.HostCopy, "values", values),
         ):
             stack.enter_context(mock.patch.object(owner, what, stand_in))
+        if fault == "this window":  # asked for as on a CPU
+            unmasked = mock.PropertyMock(return_value=False)
+            stack.enter_context(mock.patch.object(CapturedFacts, "masks", unmasked))
         if fault == "weights":  # read where the program adds them up
 
             def read(held: Any) -> tuple[float, ...]:
@@ -158,15 +177,20 @@ def main(name: str, fault: str = "") -> None:
         step = OptimizedStep(step_of(case, held), Options.of(window_of(case, held)))
         for _ in range(COLD):
             step(model, x, y)
+            calls += 1
         watch, updates = Watch(), 0
         # Not around the call itself: Dynamo traces anew where a mode is in force.
         for owner, what in ((MicroStep, "__call__"), (Executor, "finish"), (Executor, "make_up")):
             stack.enter_context(
                 mock.patch.object(owner, what, watched(watch, getattr(owner, what)))
             )
+        warm = True
         for _ in range(WARM):
             step(model, x, y)
-            updates += step.sync_gradients
+            calls += 1
+            updates += step._executor._synced is not False
+        warm = False
+        assert step.optimizer_step  # the last one is settled before the stand-ins go
     print(f"{WARM} calls, {updates} updates, {watch.copies} copies")
 
 

@@ -15,7 +15,7 @@ def test_every_kth_call_closes(k: int) -> None:
         closing.append(bool(parts))
         state = state.called(summed=True)
         if parts:
-            state = state.closed(parts, updated=True)
+            state = state.closed(parts).updated()
     assert closing == ([False] * (k - 1) + [True]) * 3
     assert state == WindowState(micro_step=3 * k, optimizer_step=3)
 
@@ -25,7 +25,7 @@ def test_parts_close_each_at_its_own_k() -> None:
     for _ in range(6):
         parts = state.closing((1, 3))
         closing.append(sorted(parts))
-        state = state.called(summed=True).closed(parts, updated=True)
+        state = state.called(summed=True).closed(parts).updated()
     assert closing == [[0], [0], [0, 1]] * 2
     assert state == WindowState(6, 6, (Part(), Part()))
 
@@ -36,7 +36,7 @@ def test_a_skipped_slot_is_a_slot_without_a_term() -> None:
 
 
 def test_a_window_without_update_counts_no_update() -> None:
-    state = WindowState().called(summed=True).closed({0}, updated=False)
+    state = WindowState().called(summed=True).closed({0})
     assert state == WindowState(micro_step=1)
 
 
