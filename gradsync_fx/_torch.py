@@ -61,6 +61,7 @@ check_version()
 
 try:
     from torch import _dynamo as dynamo
+    from torch._C._distributed_c10d import _register_process_group
     from torch._C._dynamo.eval_frame import reset_code
     from torch._decomp import decompositions as torch_decompositions
     from torch._dynamo import config as dynamo_config
@@ -120,6 +121,7 @@ try:
     from torch._logging._internal import trace_structured
     from torch._ops import OpOverload
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.distributed import _Work as Work  # type: ignore[attr-defined]
     from torch.distributed.distributed_c10d import _get_default_store as default_store
     from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
         _resolve_process_group as group_of_name,
@@ -314,6 +316,12 @@ def counted_by_scheduler(step: Any) -> bool:
 def communication_hooks(ddp: DistributedDataParallel) -> list[Any]:
     """The communication hooks of a DDP module, which replace its all-reduces."""
     return [hook for hook, _ in getattr(ddp, "_comm_hooks", [])]
+
+
+def register_group(group: torch.distributed.ProcessGroup, name: Any) -> None:
+    """From now on collectives find it by this name, as long as it is. Seen in 2.13."""
+    group._set_group_name(name)
+    _register_process_group(name, group)
 
 
 def started_collectives(group: torch.distributed.ProcessGroup) -> int | None:

@@ -8,6 +8,7 @@ from typing import Any, ParamSpec, TypeVar, get_overloads, overload
 
 import torch
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from gradsync_fx.errors import OptionError
 from gradsync_fx.optimized_step import OptimizedStep
@@ -33,6 +34,7 @@ def optimize(
     gradient_accumulation_steps: Steps = 1,
     reduction: ReductionKind = "mean",
     process_group: ProcessGroup | None = None,
+    device_mesh: DeviceMesh | None = None,
     sync_each_batch: bool = False,
     bucket_cap_mb: float = 25.0,
     accumulator_dtype: torch.dtype | None = None,
@@ -55,6 +57,7 @@ def optimize(
     gradient_accumulation_steps: Steps = 1,
     reduction: ReductionKind = "mean",
     process_group: ProcessGroup | None = None,
+    device_mesh: DeviceMesh | None = None,
     sync_each_batch: bool = False,
     bucket_cap_mb: float = 25.0,
     accumulator_dtype: torch.dtype | None = None,
@@ -86,6 +89,8 @@ def optimize(train_step: Callable[..., Any] | None = None, **options: Any) -> An
         averaged over the ranks. "weighted": sum(w g) / sum(w), w from `micro_batch_weight` called in the step.
     process_group (None): the ranks; by default those of a DistributedDataParallel module in the step, else the default
         group where there is one.
+    device_mesh (None): a mesh of machines and ranks in each, `init_device_mesh("cpu", (machines, ranks))`: sums are
+        reduced in two levels, so that each byte crosses between two machines once, not once per rank.
     sync_each_batch (False): reduce in every micro-step; one update for each window all the same.
     bucket_cap_mb (25.0): MiB of gradients in one all-reduce. DDP's own setting counts where this one is not given. At
         25 the first bucket is closed at 1 MiB, and the others at 4 on the CPU: the wire starts early.

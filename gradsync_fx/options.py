@@ -10,6 +10,7 @@ from typing import Any, Literal, TypedDict, get_args, get_origin
 
 import torch
 from torch.distributed import GroupMember, ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from gradsync_fx._torch import inductor_config, list_mode_options
@@ -41,6 +42,7 @@ class Options:
     gradient_accumulation_steps: Steps = 1
     reduction: ReductionKind = "mean"
     process_group: ProcessGroup | None = None
+    device_mesh: DeviceMesh | None = None
     sync_each_batch: bool = False
     bucket_cap_mb: float = 25.0
     accumulator_dtype: torch.dtype | None = None
@@ -82,6 +84,7 @@ class Options:
         if self.dynamic is not None and not isinstance(self.dynamic, bool):
             raise _bad("dynamic", self.dynamic, "None, True or False")
         _check_group(self.process_group)
+        _check_mesh(self.device_mesh)
         _check_backend(self.backend)
         _check_inductors(self.backend, self.mode, self.options)
 
@@ -139,6 +142,7 @@ class BackendOptions(TypedDict, total=False):
     gradient_accumulation_steps: Steps
     reduction: ReductionKind
     process_group: ProcessGroup | None
+    device_mesh: DeviceMesh | None
     sync_each_batch: bool
     bucket_cap_mb: float
     accumulator_dtype: torch.dtype | None
@@ -183,6 +187,18 @@ def _check_group(group: object) -> None:
             wanted="None or a torch.distributed.ProcessGroup of this rank's own",
             fix="pass what dist.new_group(...) returned, on its members only; or leave it out",
         )
+
+
+def _check_mesh(mesh: object) -> None:
+    if mesh is None or isinstance(mesh, DeviceMesh) and mesh.ndim == 2:
+        return
+    shape = f"a mesh of shape {tuple(mesh.shape)}" if isinstance(mesh, DeviceMesh) else repr(mesh)
+    raise OptionError(
+        "argument 'device_mesh'",
+        seen=shape,
+        wanted="None, or a torch.distributed.DeviceMesh of two dimensions: machines, and ranks in each",
+        fix='init_device_mesh("cpu", (machines, ranks_per_machine))',
+    )
 
 
 def _check_backend(backend: object) -> None:

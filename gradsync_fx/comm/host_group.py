@@ -14,6 +14,7 @@ from contextlib import suppress
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from gradsync_fx.comm.two_levels import TwoLevels
 from gradsync_fx.errors import OptionError
 
 
@@ -25,6 +26,8 @@ _made: list[tuple[weakref.ref[ProcessGroup], weakref.ref[ProcessGroup]]] = []
 
 def backend_of(group: ProcessGroup, device: str) -> str | None:
     """What runs a group's collectives of tensors on this type of device; None where nothing does."""
+    if isinstance(group, TwoLevels):
+        group = group.inside
     pairs = (one.partition(":") for one in dist.get_backend_config(group).split(","))
     return {kind: backend for kind, _, backend in pairs}.get(device)
 
@@ -71,8 +74,8 @@ def _destroy_orphans() -> None:
     """Those beside groups that are gone."""
     for owner, beside in list(_made):
         group, other = owner(), beside()
-        if other is not None and _is_there(other):
-            if group is not None and _is_there(group):
+        if other is not None and is_there(other):
+            if group is not None and is_there(group):
                 continue
             dist.destroy_process_group(other)
         if group is not None:
@@ -80,7 +83,7 @@ def _destroy_orphans() -> None:
         _made.remove((owner, beside))
 
 
-def _is_there(group: ProcessGroup) -> bool:
+def is_there(group: ProcessGroup) -> bool:
     """Whether torch knows it: it may have been destroyed while somebody holds it."""
     with suppress(ValueError, TypeError):  # torch's, in and outside of a job
         return bool(dist.get_backend_config(group))

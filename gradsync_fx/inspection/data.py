@@ -55,6 +55,16 @@ class Collective:
 
 
 @dataclass(frozen=True, slots=True)
+class Level:
+    """One level of a reduction over a mesh. name: the mesh's, or "between machines" and "inside one". ranks: that meet
+    in it. bytes: what one rank sends in it, in a window."""
+
+    name: str
+    ranks: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Kept:
     """A collective of the user's that stays where it is, and why."""
 
@@ -130,8 +140,8 @@ class Memory:
 class ReportData:
     """What a step does and what the rewrite changed. See the module's text for the units.
 
-    moved: calls of the step that run after the program, or that were dropped. memory: None for a step that runs as it
-    is. code: made for a target; None without.
+    levels: of the mesh, the slow one first; none without a mesh. moved: calls of the step that run after the program,
+    or that were dropped. memory: None for a step that runs as it is. code: made for a target; None without.
     """
 
     step: str
@@ -144,6 +154,7 @@ class ReportData:
     bytes_before: int
     bytes_after: int
     collectives: tuple[Collective, ...]
+    levels: tuple[Level, ...]
     kept: tuple[Kept, ...]
     refusals: tuple[str, ...]
     moved: tuple[str, ...]

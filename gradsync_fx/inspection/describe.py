@@ -19,6 +19,7 @@ from gradsync_fx.inspection.data import (
 )
 from gradsync_fx.inspection.flops import load_of
 from gradsync_fx.inspection.held import memory_of
+from gradsync_fx.inspection.levels import levels_of
 from gradsync_fx.inspection.remarks import remarks
 from gradsync_fx.inspection.report import Report
 from gradsync_fx.inspection.tensors import (
@@ -82,6 +83,7 @@ def describe(
         bytes_before=k * size,
         bytes_after=times * size,
         collectives=collectives,
+        levels=levels_of(captured.facts.setting, times * size),
         kept=_kept(captured),
         refusals=_refusals(captured),
         moved=tuple(dict.fromkeys(m for c in captures for m in c.facts.capture.moved)),

@@ -37,7 +37,10 @@ def load_of(captured: CapturedStep) -> Load:
         )
         size = sum(leaf.parameter.numel() for leaf in leaves) * dtype.itemsize
         buckets.append((f"bucket {number}", ready / total if total else 1.0, size))
-    return Load(forward, total, tuple(buckets), captured.facts.setting.world)
+    setting = captured.facts.setting
+    # The ranks of a machine share its link, and send the bytes of one rank over it.
+    ranks = setting.world if setting.levels is None else setting.levels.mesh.shape[0]
+    return Load(forward, total, tuple(buckets), ranks)
 
 
 def flops_of(node: Node) -> int:

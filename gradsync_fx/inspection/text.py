@@ -38,6 +38,7 @@ def to_tables(report: ReportData) -> RenderableType:
         Text(f"one window: {k}, {number_of(report.world_size, 'rank')}{simulated}"),
         Text(f"gradient = {report.scale.formula}"),
         _before_after(report),
+        _levels(report),
         _collectives(report),
         _regions(report),
         _programs(report),
@@ -77,6 +78,13 @@ def _before_after(report: ReportData) -> RenderableType:
     before, after = report.collectives_before, report.collectives_after
     table.add_row("gradient collectives", str(before), str(after))
     table.add_row("bytes per rank", f"{report.bytes_before:,}", f"{report.bytes_after:,}")
+    return _spaced(table)
+
+
+def _levels(report: ReportData) -> RenderableType:
+    table = _table("level", "ranks", "bytes that a rank sends per window")
+    for level in report.levels:
+        table.add_row(level.name, str(level.ranks), f"{level.bytes:,}")
     return _spaced(table)
 
 

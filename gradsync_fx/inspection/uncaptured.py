@@ -7,6 +7,7 @@ import torch
 from gradsync_fx.eager.step import EagerStep
 from gradsync_fx.inspection.costs import Hardware, Load, predict
 from gradsync_fx.inspection.data import Collective
+from gradsync_fx.inspection.levels import levels_of
 from gradsync_fx.inspection.remarks import of_objects
 from gradsync_fx.inspection.report import Report
 from gradsync_fx.inspection.tensors import dtype_name, parameters, scale
@@ -33,6 +34,7 @@ def describe_eager(
         bytes_before=k * size,
         bytes_after=size,
         collectives=collectives,
+        levels=levels_of(eager.setting, size),
         kept=(),
         refusals=(f"not captured: {eager.why.culprit}: {eager.why.seen}",),
         moved=(),

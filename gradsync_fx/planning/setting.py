@@ -17,11 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 from gradsync_fx._torch import communication_hooks
 from gradsync_fx.capture.tracer import Capture
 from gradsync_fx.comm.liveness import in_job
+from gradsync_fx.comm.two_levels import TwoLevels
 from gradsync_fx.errors import CaptureError, OptionError
 from gradsync_fx.ir.ops import LEAF_GRAD, argument, node_line
 from gradsync_fx.ir.regions import Regions
 from gradsync_fx.optim.state import in_groups, parameters_of
 from gradsync_fx.options import Options
+from gradsync_fx.planning.levels import find_levels
 from gradsync_fx.planning.plan import Bucket, Reduction
 
 
@@ -37,7 +39,8 @@ USUAL_BYTES = {"cpu": 4 * MIB}
 class Setting:
     """What a capture and the options together say about the ranks.
 
-    ignored: parameters that are not reduced. shared_buffers: module buffers that get rank 0's values on other ranks.
+    levels: the group over which sums are reduced in two levels, where a mesh was given. ignored: parameters that are
+    not reduced. shared_buffers: module buffers that get rank 0's values on other ranks.
     """
 
     group: ProcessGroup | None
@@ -48,6 +51,14 @@ class Setting:
     wire_dtype: torch.dtype | None
     ignored: frozenset[str]
     shared_buffers: dict[str, torch.Tensor]
+    levels: TwoLevels | None = None
+
+    @property
+    def reduced_over(self) -> str | None:
+        """The name of the group that sums of gradients are reduced over; None for one rank."""
+        if self.levels is not None:
+            return self.levels.registered
+        return self.group.group_name if self.group is not None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +112,8 @@ def find_setting(objects: Objects, options: Options, simulated: int | None = Non
     world = dist.get_world_size(group) if group is not None else 1
     rank = dist.get_rank(group) if group is not None else 0
     group = group if world > 1 else None
-    return Setting(group, world, rank, cap, broadcast, wire_dtype, ignored, buffers)
+    levels = find_levels(options.device_mesh, group, objects.parameters.values())
+    return Setting(group, world, rank, cap, broadcast, wire_dtype, ignored, buffers, levels)
 
 
 def _stand_in(group: ProcessGroup | None, ranks: int) -> SimulatedGroup:
@@ -141,6 +153,7 @@ def shared_options(setting: Setting, options: Options) -> dict[str, object]:
         "bucket_cap_mb": setting.bucket_bytes / MIB,
         "accumulator_dtype": options.accumulator_dtype,
         "reduce_dtype": setting.wire_dtype,
+        "device_mesh": str(setting.levels.mesh.mesh.tolist()) if setting.levels else None,
         "gradient_accumulation_steps": f"{len(options.steps)} windows side by side",
     }
 
@@ -294,7 +307,7 @@ def _reduction(capture: Capture, regions: Regions, setting: Setting, leaf: int) 
         return Reduction("sum", None, "local")
     if setting.group is None or capture.step.leaves[leaf].name in setting.ignored:
         return Reduction("sum", None, "local")
-    return Reduction("sum", setting.group.group_name, "ranks")
+    return Reduction("sum", setting.reduced_over, "ranks")
 
 
 def accumulator_dtype(parameter: torch.Tensor, options: Options) -> torch.dtype:

@@ -97,8 +97,7 @@ class CapturedFacts:
     @property
     def reduced(self) -> frozenset[str]:
         """Parameters whose gradients are reduced over the ranks of the window, and so stay the same on all of them."""
-        group = self.setting.group
-        name = group.group_name if group is not None else None
+        name = self.setting.reduced_over
         return frozenset(
             self.capture.step.leaves[leaf].name
             for bucket in self.buckets

@@ -75,7 +75,6 @@ class ProgramCache:
         weights: dict[int, torch.Tensor],
     ) -> None:
         self._facts = facts
-        group = facts.setting.group
         self.plan = Plan(
             step=facts.capture.step,
             regions=facts.regions,
@@ -86,7 +85,7 @@ class ProgramCache:
             accumulators=accumulators,
             weights=weights,
             weighing=facts.weighing,
-            group=group.group_name if group is not None else None,
+            group=facts.setting.reduced_over,
             world=facts.setting.world,
             updates={},
             opaque={},
