@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 TARGETS = ("sm_80", "sm_90")
+PROGRAMS = ("accumulate", "boundary", "tail")
+MICRO_STEPS = PROGRAMS[:2]
 OPTIONS = ("clip", "weights", "skip_nonfinite", "k_each", "checkpointing", "wire", "dynamic")
 
 
@@ -15,7 +17,7 @@ class Case:
 
     k_each: two optimizers with a k each. checkpointing: the middle of the model is computed again in backward. wire:
     gradients are reduced in bfloat16. dynamic: the batch has any number of rows. every_choice: of block sizes is
-    compiled, not only the first. tail: is lowered as well. fault: of faults.py, planted in the boundary.
+    compiled, not only the first. programs: those that are lowered. fault: of faults.py, planted in the boundary.
     without: optimizations that are left out.
     """
 
@@ -36,9 +38,17 @@ class Case:
     ranks: int = 8
     bucket_cap_mb: float = 0.05
     sync_each_batch: bool = False
-    tail: bool = True
+    programs: tuple[str, ...] = PROGRAMS
     fault: str = ""
     without: tuple[str, ...] = ()
+
+    def serves(self, other: Case) -> bool:
+        """Whether what is made for this case is, in parts or in whole, what is made for the other."""
+        whole = {"programs": PROGRAMS, "every_choice": True}
+        more = {*self.programs}.issuperset(
+            other.programs
+        ) and self.every_choice >= other.every_choice
+        return more and replace(self, **whole) == replace(other, **whole)
 
     def __str__(self) -> str:
         yes = [name for name in OPTIONS if getattr(self, name)]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -22,43 +22,55 @@ Lower = Callable[[Case], dict[str, Lowered]]
 Compare = Callable[[Case, dict[str, str]], dict[str, Compared]]
 
 
-@pytest.fixture(scope="session")
-def lower() -> Iterator[Lower]:
-    """`lower(case)` gives the accumulate, the boundary and the tail program of a case, each case made once."""
-    with _worker("lower") as ask:
-        yield functools.cache(ask)
+@dataclass(slots=True, eq=False)
+class Workers:
+    """Processes of worker.py, each started by the first job that is asked of it; a job's error fails the test."""
+
+    stack: ExitStack
+    running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def __call__(self, kind: str, job: str, *arguments: Any) -> Any:
+        if kind not in self.running:
+            command = [sys.executable, "-m", "tests.cross.worker", kind]
+            piped = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            self.running[kind] = self.stack.enter_context(piped)  # closes the pipe, which ends it
+        worker = self.running[kind]
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        pickle.dump((job, arguments), worker.stdin)
+        worker.stdin.flush()
+        answer = pickle.load(worker.stdout)
+        if isinstance(answer, str):
+            pytest.fail(f"{job} of {arguments} failed:\n{answer}", pytrace=False)
+        return answer
 
 
 @pytest.fixture(scope="session")
-def compare() -> Iterator[Compare]:
-    """`compare(case, sources)`: how each program's kernels, interpreted, compare with the CPU."""
-    with _worker("compare") as ask:
-        yield ask
-
-
-def skip_without_toolchain() -> None:
+def workers() -> Iterator[Workers]:
+    """`workers(kind, job, ...)`: what a job of worker.py answers."""
     try:
         check_toolchain("cuda:sm_90")
     except ToolchainError as error:
         pytest.skip(str(error))
+    with ExitStack() as stack:
+        yield Workers(stack)
 
 
-@contextmanager
-def _worker(job: str) -> Iterator[Callable[..., Any]]:
-    skip_without_toolchain()
-    command = [sys.executable, "-m", "tests.cross.worker", job]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
-        assert worker.stdin is not None
-        assert worker.stdout is not None
-        asked, answered = worker.stdin, worker.stdout
+@pytest.fixture(scope="session")
+def lower(workers: Workers) -> Lower:
+    """`lower(case)` gives the programs of a case, as data; what serves several cases is made once."""
+    made: dict[Case, dict[str, Lowered]] = {}
 
-        def ask(*arguments: Any) -> Any:
-            pickle.dump(arguments, asked)
-            asked.flush()
-            answer = pickle.load(answered)
-            if isinstance(answer, str):
-                pytest.fail(f"{job} of {arguments[0]} failed:\n{answer}", pytrace=False)
-            return answer
+    def lowered(case: Case) -> dict[str, Lowered]:
+        other = next((other for other in made if other.serves(case)), case)
+        if other not in made:
+            made[other] = workers("compile", "lower", other)
+        return {name: made[other][name] for name in case.programs}
 
-        yield ask
-        asked.close()
+    return lowered
+
+
+@pytest.fixture(scope="session")
+def compare(workers: Workers) -> Compare:
+    """`compare(case, sources)`: how each program's kernels, interpreted, compare with the CPU."""
+    return lambda case, sources: workers("interpret", "compare", case, sources)

@@ -1,6 +1,6 @@
 """Runs generated Triton kernels in Triton's interpreter on the CPU, and compares with the program's graph in torch.
 
-    TRITON_INTERPRET=1, set before triton is imported: in a process of its own
+    TRITON_INTERPRET=1, set before triton is imported: in a process of its own (worker.py)
 
 What Inductor takes from CUDA's device library, and how it launches kernels, has stand-ins here. Kernels that are no
 Triton code (cuBLAS) run as torch's own on the CPU; attention templates and convolutions have none, and are not run.
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from torch._inductor.runtime import triton_helpers
 from torch._inductor.runtime.triton_heuristics import GridExpr
 from torch.fx import GraphModule
 from torch.fx.node import map_aggregate
@@ -211,8 +212,16 @@ def _stand_ins() -> None:
             )
         return convert(value)
 
+    reduced = interpreter.ReduceOps.apply_impl
+
+    def with_maxima(self: Any, given: Any) -> Any:  # by elements they would be most of the time
+        if self.combine_fn is triton_helpers.maximum:
+            return self.min_max(given[0], val_reduce_op=np.max)
+        return reduced(self, given)
+
     if convert.__name__ != "with_numbers":
         interpreter._implicit_cvt = with_numbers
+        interpreter.ReduceOps.apply_impl = with_maxima
 
 
 def _load(source: str) -> Callable[[list[torch.Tensor]], list[Any]]:

@@ -1,22 +1,17 @@
 """Updates by recordings: torch's own recording code, with a recorder for the device, over kernels that are interpreted.
 
-    python -m tests.cross.replays lower FILE [float]    the programs as code for a GPU, as mode="reduce-overhead" has it
-    python -m tests.cross.replays replay FILE           six updates by it, beside an eager loop; prints what came of it
+record() or record("float") -> the programs as code for a GPU, as mode="reduce-overhead" has it
+replay(made)                -> what came of six updates by it, beside an eager loop
 
-They are two processes: Triton compiles in one or interprets in it. float: the planted fault, numbers of Python's.
+They are jobs of two processes: Triton compiles in one or interprets in it. "float": the planted fault, numbers of
+Python's.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import pickle
-import sys
-import warnings
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 from tests.cross.cases import Case
@@ -37,7 +32,7 @@ class Made:
     verdict: str
 
 
-def lower(file: str, fault: str = "") -> None:
+def record(fault: str = "") -> dict[str, Made]:
     import torch._inductor.compile_fx as compile_fx
     import torch._inductor.config as inductor_config
 
@@ -48,7 +43,7 @@ def lower(file: str, fault: str = "") -> None:
     from gradsync_fx.passes import device_numbers
     from tests.cross.steps import captured, programs_of
 
-    made = {}
+    made: dict[str, Made] = {}
     with ExitStack() as stack:
         stack.enter_context(absent(find_card(f"cuda:{CASE.target}"), every_choice=False))
         step = stack.enter_context(captured(CASE))
@@ -78,7 +73,7 @@ def lower(file: str, fault: str = "") -> None:
                 ),
                 str(journal.recordings[program.name]),
             )
-    Path(file).write_bytes(pickle.dumps(made))
+    return made
 
 
 def _kept(stack: ExitStack, owner: Any, name: str) -> list[Any]:
@@ -132,8 +127,7 @@ class Recorder:
         return replay, model(list(kept))
 
 
-def replay(file: str) -> None:
-    os.environ["TRITON_INTERPRET"] = "1"
+def replay(made: dict[str, Made]) -> dict[str, Any]:
     import torch
     from torch._inductor import cudagraph_trees
 
@@ -141,7 +135,6 @@ def replay(file: str) -> None:
     from gradsync_fx.lowering.target.cards import find_card
     from tests.cross.steps import captured, parts, programs_of
 
-    made: dict[str, Made] = pickle.loads(Path(file).read_bytes())
     torch.manual_seed(0)
     theirs, _, _ = parts(CASE)
     held = {name: p.detach().clone() for name, p in theirs.named_parameters()}
@@ -156,7 +149,11 @@ def replay(file: str) -> None:
         mock.patch.object(cudagraph_trees, "cudagraphify", recorder),
     ):
         programs = programs_of(CASE, step)
-        runs = {name: _Run(made[name], programs[name], held) for name in ("accumulate", "boundary")}
+        sums_and_state: dict[str, Any] = {}
+        runs = {
+            name: _Run(made[name], programs[name], held, sums_and_state)
+            for name in ("accumulate", "boundary")
+        }
         (binding,) = step.programs.bindings.values()
         update = binding.trace()
         for i, (x, y) in enumerate(batches):
@@ -171,13 +168,12 @@ def replay(file: str) -> None:
         (held[name] - p.detach()).norm() / (p.detach() - start[name]).norm()
         for name, p in theirs.named_parameters()
     ]
-    found = {
+    return {
         "worst": max(d.item() for d in differences),
         "recordings": recorder.count,
         "parts": {name: len(one.parts) for name, one in made.items()},
         "verdicts": {name: one.verdict for name, one in made.items()},
     }
-    print(json.dumps(found))
 
 
 def train_eagerly(model: Any, batches: list[Any], rates: list[float]) -> None:
@@ -196,17 +192,17 @@ def train_eagerly(model: Any, batches: list[Any], rates: list[float]) -> None:
 
 
 class _Run:
-    """A program as it would be called, over tensors of the CPU. held: by the name of the parameter, or of the input."""
+    """A program as it would be called, over tensors of the CPU: each by the name of the parameter, or of the input."""
 
-    sums_and_state: ClassVar[dict[str, Any]] = {}
-
-    def __init__(self, made: Made, program: Any, held: dict[str, Any]) -> None:
+    def __init__(
+        self, made: Made, program: Any, held: dict[str, Any], sums_and_state: dict[str, Any]
+    ) -> None:
         import torch
 
         from gradsync_fx.lowering.number_vector import NumberVector
         from tests.cross.interpret import _load
 
-        self._program, self._held = program, held
+        self._program, self._held, self._sums_and_state = program, held, sums_and_state
         self._call: Any = _load(made.source)
         parts = [self._recorded(*part) for part in made.parts]
         self._call.__self__.recursively_apply_fns(parts)
@@ -252,9 +248,4 @@ class _Run:
                 torch.tensor(float(K), dtype=torch.float64) if is_divisor else scalars[slot.key[1]]
             )
         blank = torch.zeros(tuple(form.shape), dtype=form.dtype)
-        return self.sums_and_state.setdefault(f"{slot.kind} {slot.name}", blank)
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    {"lower": lower, "replay": replay}[sys.argv[1]](*sys.argv[2:])
+        return self._sums_and_state.setdefault(f"{slot.kind} {slot.name}", blank)

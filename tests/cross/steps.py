@@ -49,7 +49,7 @@ class GPT(nn.Module):
     def __init__(self, blocks: int, dropout: float, checkpointing: bool, size: int = 1) -> None:
         super().__init__()
         self.checkpointing = checkpointing
-        words, width, length = 256 // size, 64 // size, 32 // size
+        words, width, length = 256 // size**2, 64 // size, 32 // size
         self.words = nn.Embedding(words, width)
         self.places = nn.Parameter(torch.zeros(length, width))
         self.dropout = nn.Dropout(dropout)
@@ -133,7 +133,7 @@ def parts(case: Case) -> tuple[nn.Module, Tensor, Tensor]:
         return Bert(), torch.randint(128, (4, 16)), torch.randint(2, (4,))
     if case.model == "small_gpt":
         small = GPT(1, 0.0, case.checkpointing, size=4)
-        return small, torch.randint(64, (2, 8)), torch.randint(64, (16,))
+        return small, torch.randint(16, (2, 8)), torch.randint(16, (16,))
     model = GPT(case.blocks, 0.1, case.checkpointing)
     return model, torch.randint(256, (2, 32)), torch.randint(256, (64,))
 
@@ -214,13 +214,8 @@ def captured(case: Case) -> Iterator[Any]:
 def programs_of(case: Case, step: Any) -> dict[str, Program]:
     """Of a captured step, ahead of lowering."""
     every = frozenset(step.facts.parts)
-    found = {
-        "accumulate": step.programs.build(frozenset()),
-        "boundary": step.programs.build(every),
-    }
-    if case.tail:
-        found["tail"] = step.programs.build(every, tail=True)
-    return found
+    closing = {"accumulate": frozenset(), "boundary": every, "tail": every}
+    return {name: step.programs.build(closing[name], tail=name == "tail") for name in case.programs}
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from tests.cross.cases import TARGETS, Case
+from tests.cross.cases import MICRO_STEPS, TARGETS, Case
 from tests.cross.results import Lowered
 
 
@@ -21,7 +21,10 @@ TABLES = re.compile(r"(?<=<!-- tables -->\n).*?(?=<!-- end of tables -->)", re.D
 MODELS = ("mlp", "gpt", "bert", "resnet")
 LEFT_OUT = ("in_place", "products", "updates", "overlap")
 # Small, and yet of both kinds: with and without attention.
-COMPARED = {"mlp": Case("mlp", tail=False), "gpt": Case("gpt", blocks=2, tail=False)}
+COMPARED = {
+    "mlp": Case("mlp", programs=MICRO_STEPS),
+    "gpt": Case("gpt", blocks=2, programs=MICRO_STEPS),
+}
 Lower = Callable[[Case], dict[str, Lowered]]
 Row = tuple[object, ...]
 

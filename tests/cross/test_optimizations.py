@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from tests.cross.cases import Case
+from tests.cross.cases import MICRO_STEPS, Case
 from tests.cross.conftest import Lower
 from tests.cross.results import Lowered
 
 
 pytestmark = [pytest.mark.cross, pytest.mark.captured]
-MLP = Case("mlp", tail=False)
+MLP = Case("mlp", programs=MICRO_STEPS)
+BOUNDARY = replace(MLP, programs=("boundary",))
 
 
 def products(made: Lowered) -> list[tuple[str, ...]]:
@@ -41,7 +42,7 @@ def test_products_by_themselves(lower: Lower) -> None:
 @pytest.mark.parametrize("option", ["", "clip", "weights"])
 def test_the_update_of_a_bucket_is_one_launch(option: str, optimizer: str, lower: Lower) -> None:
     """It zeroes the sums, too: no launch fills them."""
-    case = replace(MLP, optimizer=optimizer, **dict.fromkeys([option] if option else [], True))
+    case = replace(BOUNDARY, optimizer=optimizer, **dict.fromkeys([option] if option else [], True))
     made = lower(case)["boundary"]
     updates = [e for e in made.events if any(n.startswith("parameter ") for n in e.writes)]
     assert [e.kind for e in updates] == ["launch"] * made.buckets
@@ -52,7 +53,7 @@ def test_the_update_of_a_bucket_is_one_launch(option: str, optimizer: str, lower
 
 def test_updates_by_themselves(lower: Lower) -> None:
     """A launch for each parameter, and one for each sum that is zeroed."""
-    made = lower(replace(MLP, without=("updates",)))["boundary"]
+    made = lower(replace(BOUNDARY, without=("updates",)))["boundary"]
     fills = [e for e in made.of("fill") if any(n.startswith("accumulator") for n in e.writes)]
     assert len(fills) == 8
 
@@ -61,14 +62,14 @@ def test_others_are_updated_before_a_bucket_is_waited_for(lower: Lower) -> None:
     made = lower(MLP)["boundary"]
     kinds = [e.kind for e in made.events if e.kind == "wait" or "triton_for" in e.name]
     assert kinds == ["wait", "launch", "wait", "launch"]
-    without = lower(replace(MLP, without=("overlap",)))["boundary"]
+    without = lower(replace(BOUNDARY, without=("overlap",)))["boundary"]
     kinds = [e.kind for e in without.events if e.kind == "wait" or "triton_for" in e.name]
     assert kinds == ["wait", "wait", "launch", "launch"]
 
 
 def test_a_norm_of_all_gradients_needs_all_buckets(lower: Lower) -> None:
     """Sums of squares stand between the waits, and both updates after the last one."""
-    made = lower(replace(MLP, clip=True))["boundary"]
+    made = lower(replace(BOUNDARY, clip=True))["boundary"]
     waits = [i for i, e in enumerate(made.events) if e.kind == "wait"]
     between = made.events[waits[0] + 1 : waits[1]]
     assert all(

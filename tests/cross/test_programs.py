@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gradsync_fx.lowering.target.wrapper import HostEvent
-from tests.cross.cases import TARGETS, Case
+from tests.cross.cases import MICRO_STEPS, TARGETS, Case
 from tests.cross.conftest import Lower
 from tests.cross.results import (
     attention_is_one_kernel,
@@ -26,7 +26,8 @@ from tests.cross.results import (
 pytestmark = [pytest.mark.cross, pytest.mark.captured]
 MLP = Case("mlp", every_choice=True)
 GPT = Case("gpt")
-FAULTY = Case("mlp", tail=False)
+BOUNDARY = ("boundary",)
+FAULTY = Case("mlp", programs=BOUNDARY)
 PLAIN = [MLP, Case("mlp", target="sm_80"), *(replace(GPT, target=target) for target in TARGETS)]
 plain = pytest.mark.parametrize("case", PLAIN, ids=str)
 
@@ -57,7 +58,9 @@ def test_a_micro_step_adds_up_and_does_nothing_else(case: Case, lower: Lower) ->
 
 def test_a_micro_step_that_does_more_is_found(lower: Lower) -> None:
     with pytest.raises(AssertionError, match="gradients are reduced"):
-        nothing_but_sums(lower(replace(FAULTY, sync_each_batch=True))["accumulate"])
+        nothing_but_sums(
+            lower(replace(FAULTY, sync_each_batch=True, programs=("accumulate",)))["accumulate"]
+        )
     boundary = lower(MLP)["boundary"]
     silent = replace(boundary, events=tuple(boundary.of("launch", "fill", "copy", "extern")))
     with pytest.raises(AssertionError, match="reads or writes state"):
@@ -76,7 +79,7 @@ def test_a_bucket_that_is_reduced_twice_is_found(lower: Lower) -> None:
         one_reduction_for_each_bucket(lower(replace(FAULTY, fault="reduced_twice"))["boundary"])
 
 
-@pytest.mark.parametrize("case", [*PLAIN, replace(MLP, model="odd")], ids=str)
+@pytest.mark.parametrize("case", [*PLAIN, Case("odd", programs=("boundary", "tail"))], ids=str)
 def test_buckets_are_sent_as_they_lie(case: Case, lower: Lower) -> None:
     for name in ("boundary", "tail"):
         sums_are_sent_as_they_lie(lower(case)[name])
@@ -135,7 +138,7 @@ def test_sums_that_lie_elsewhere_are_found(lower: Lower) -> None:
 @pytest.mark.parametrize("model", ["mlp", "gpt"])
 def test_an_update_is_few_launches(model: str, lower: Lower) -> None:
     """Of one bucket, which holds all parameters."""
-    made = lower(Case(model, bucket_cap_mb=25.0, tail=False))["boundary"]
+    made = lower(Case(model, bucket_cap_mb=25.0, programs=BOUNDARY))["boundary"]
     assert made.buckets == 1
     updates_are_few_launches(made)
 
@@ -161,7 +164,7 @@ def test_a_host_that_waits_is_found(lower: Lower) -> None:
 
 @pytest.mark.parametrize(("precision", "form"), [("fp32", "efficient"), ("bf16", "flash")])
 def test_attention_is_one_kernel(precision: str, form: str, lower: Lower) -> None:
-    made = lower(replace(GPT, precision=precision, tail=False))
+    made = lower(replace(GPT, precision=precision, programs=MICRO_STEPS))
     attention_is_one_kernel(made["accumulate"], form)
     attention_is_one_kernel(made["boundary"], form)
 

@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cross.cases import Case, Compared
+from tests.cross.cases import MICRO_STEPS, Case, Compared
 from tests.cross.conftest import Compare, Lower
 
 
 pytestmark = [pytest.mark.cross, pytest.mark.captured]
 MLP = Case("mlp", ranks=1, clip=True)
-MUON = Case("mlp", ranks=1, optimizer="muon", tail=False)
-GPT = {"ranks": 1, "attention_in_products": True, "tail": False}
+MUON = Case("mlp", ranks=1, optimizer="muon", programs=MICRO_STEPS)
+GPT = {"ranks": 1, "attention_in_products": True, "programs": MICRO_STEPS}
 CASES = [
     MLP,
-    Case("mlp", ranks=1, optimizer="sgd", weights=True, tail=False),
-    Case("mlp", ranks=1, optimizer="adafactor", skip_nonfinite=True, tail=False),
+    Case("mlp", ranks=1, optimizer="sgd", weights=True, programs=MICRO_STEPS),
+    Case("mlp", ranks=1, optimizer="adafactor", skip_nonfinite=True, programs=MICRO_STEPS),
     MUON,
     Case("small_gpt", optimizer="adamw", weights=True, skip_nonfinite=True, **GPT),
     Case("small_gpt", optimizer="sgd", clip=True, **GPT),

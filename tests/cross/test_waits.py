@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
-from tests.cross.conftest import skip_without_toolchain
+from tests.cross.conftest import Workers
 
 
 pytestmark = [pytest.mark.cross, pytest.mark.captured]
-
-
-def watched(*arguments: str) -> tuple[int, str]:
-    skip_without_toolchain()
-    command = [sys.executable, "-m", "tests.cross.waits", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.returncode, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
@@ -30,25 +20,23 @@ def watched(*arguments: str) -> tuple[int, str]:
         ("weighed", 2, 10),  # and each micro-step's weight, for whoever asks for it later
     ],
 )
-def test_warm_calls_wait_for_nothing(name: str, updates: int, copies: int) -> None:
-    failed, said = watched(name)
-    assert not failed, said
-    assert f"8 calls, {updates} updates, {copies} copies" in said
+def test_warm_calls_wait_for_nothing(
+    name: str, updates: int, copies: int, workers: Workers
+) -> None:
+    assert workers("compile", "watch", name) == (8, updates, copies)
 
 
-def test_a_weight_that_is_read_on_the_device_is_found() -> None:
-    failed, said = watched("weighed", "weights")
-    assert failed
-    assert "_local_scalar_dense" in said
+def test_a_weight_that_is_read_on_the_device_is_found(workers: Workers) -> None:
+    with pytest.raises(pytest.fail.Exception, match="_local_scalar_dense"):
+        workers("compile", "watch", "weighed", "weights")
 
 
-def test_a_wait_for_this_window_is_found() -> None:
-    failed, said = watched("weighed", "this window")
-    assert failed
-    assert "the host waits: for what was queued 3 calls ago" in said
+def test_a_wait_for_this_window_is_found(workers: Workers) -> None:
+    said = "the host waits: for what was queued 3 calls ago"
+    with pytest.raises(pytest.fail.Exception, match=said):
+        workers("compile", "watch", "weighed", "this window")
 
 
-def test_memory_that_is_not_pinned_is_found() -> None:
-    failed, said = watched("plain", "pageable")
-    assert failed
-    assert "the host waits: memory that is not pinned" in said
+def test_memory_that_is_not_pinned_is_found(workers: Workers) -> None:
+    with pytest.raises(pytest.fail.Exception, match="the host waits: memory that is not pinned"):
+        workers("compile", "watch", "plain", "pageable")

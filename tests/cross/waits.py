@@ -1,6 +1,8 @@
 """The runtime itself in warm calls, over fake CUDA tensors: whatever would make the host wait for the device raises.
 
-    python -m tests.cross.waits NAME [FAULT]    prints how many warm calls ran, or what was waited for
+watch(name, fault) -> how many warm calls ran, how many of them updated, and how many copies were made
+
+It raises what was waited for.
 
 Programs are lowered for the device, and give fake results. On a real device torch.cuda.set_sync_debug_mode("error")
 does what `Watch` does here.
@@ -8,8 +10,6 @@ does what `Watch` does here.
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -36,7 +36,7 @@ def watched(watch: Any, inner: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def main(name: str, fault: str = "") -> None:
+def watch(name: str, fault: str = "") -> tuple[int, int, int]:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -178,11 +178,11 @@ def main(name: str, fault: str = "") -> None:
         for _ in range(COLD):
             step(model, x, y)
             calls += 1
-        watch, updates = Watch(), 0
+        watching, updates = Watch(), 0
         # Not around the call itself: Dynamo traces anew where a mode is in force.
         for owner, what in ((MicroStep, "__call__"), (Executor, "finish"), (Executor, "make_up")):
             stack.enter_context(
-                mock.patch.object(owner, what, watched(watch, getattr(owner, what)))
+                mock.patch.object(owner, what, watched(watching, getattr(owner, what)))
             )
         warm = True
         for _ in range(WARM):
@@ -191,9 +191,4 @@ def main(name: str, fault: str = "") -> None:
             updates += step._executor._synced is not False
         warm = False
         assert step.optimizer_step  # the last one is settled before the stand-ins go
-    print(f"{WARM} calls, {updates} updates, {watch.copies} copies")
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    main(*sys.argv[1:])
+    return WARM, updates, watching.copies

@@ -1,51 +1,62 @@
-"""A process that makes code for GPUs: takes pickled arguments, answers with what its job returns, or its error.
+"""A process that makes code for GPUs: takes a job's name and arguments, answers with its result or error; all pickled.
 
-    python -m tests.cross.worker lower      a `Case` -> its programs as code for a GPU
-    python -m tests.cross.worker compare    a `Case` and that code -> how far its values are from the CPU's
+    python -m tests.cross.worker compile      JOBS["compile"]: code is made, down to the cubin
+    python -m tests.cross.worker interpret    JOBS["interpret"]: made code runs in Triton's interpreter
 
-They are two: Triton compiles in a process or interprets in it.
+They are two: Triton compiles in a process or interprets in it. Both stay for a session: importing takes seconds.
 """
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
 import pickle
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 
-def job(name: str) -> Callable[..., Any]:
-    """Imports torch and Triton, as this job wants them."""
-    if name == "compare":
-        os.environ["TRITON_INTERPRET"] = "1"
-        from tests.cross.interpret import compare
+# Of each kind of process, what it can be asked for.
+JOBS = {
+    "compile": {
+        "lower": "tests.cross.lowered",
+        "record": "tests.cross.replays",
+        "watch": "tests.cross.waits",
+    },
+    "interpret": {"compare": "tests.cross.interpret", "replay": "tests.cross.replays"},
+}
 
-        return compare
-    from tests.cross.lowered import lower
 
-    return lower
-
-
-def main() -> None:
+def main(kind: str) -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what compilers print is no answer
     warnings.simplefilter("ignore")
-    work = job(sys.argv[1])
+    if kind == "interpret":
+        os.environ["TRITON_INTERPRET"] = "1"
     while True:
         try:
-            arguments = pickle.load(sys.stdin.buffer)
+            job, arguments = pickle.load(sys.stdin.buffer)
         except EOFError:
-            return
+            os._exit(0)  # taking down all that was made would take seconds
         try:
-            answer = work(*arguments)
+            answer = done(kind, job, arguments)
         except Exception:
             answer = traceback.format_exc()
         pickle.dump(answer, answers)
         answers.flush()
 
 
+def done(kind: str, job: str, arguments: tuple[Any, ...]) -> Any:
+    work = getattr(importlib.import_module(JOBS[kind][job]), job)
+    gc.collect()
+    gc.disable()  # thousands of nodes live until a job ends: it would look through all of them, again and again
+    try:
+        return work(*arguments)
+    finally:
+        gc.enable()
+
+
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])
