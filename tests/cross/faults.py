@@ -59,6 +59,7 @@ def host_waits(module: GraphModule) -> None:
         whole.meta["val"] = torch.empty_like(loss.meta["val"], dtype=torch.int64)
         number = module.graph.call_function(read.default, (whole,))
         number.meta["val"] = mode.shape_env.create_unbacked_symint()
+        mode.shape_env.pending_fresh_unbacked_symbols.clear()  # here it is bound
         product = module.graph.call_function(torch.ops.aten.mul.Tensor, (loss, number))
         product.meta["val"] = torch.empty_like(loss.meta["val"])
     outputs[outputs.index(loss)] = product

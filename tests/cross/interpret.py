@@ -90,7 +90,7 @@ def _values(program: Program, seed: int) -> list[torch.Tensor]:
     for slot, form in zip(program.slots, program.inputs(), strict=True):
         shape = tuple(form.shape)
         if not form.is_floating_point():
-            value = torch.randint(30, shape, generator=generator, dtype=form.dtype)
+            value = torch.randint(16, shape, generator=generator, dtype=form.dtype)
         elif slot.kind in (Kind.SCALAR, Kind.WEIGHT):
             value = torch.full(shape, 32.0 if "divisor" in slot.name else 0.9, dtype=form.dtype)
         elif slot.kind is Kind.STATE:  # squares are not negative

@@ -50,7 +50,7 @@ def _data(
     buckets: int,
 ) -> Lowered:
     wrappers = [read(unit.source) for unit in made.units]
-    devices = _devices(program)
+    devices, sizes = _devices(program), _sizes(program)
     holders = [n.name for n in program.module.graph.find_nodes(op="placeholder")]
     label = dict(zip(holders, devices, strict=True))
     kernels = [kernel for wrapper in wrappers for kernel in wrapper.kernels]
@@ -59,13 +59,14 @@ def _data(
         for b in binaries  # of programs before this one, too: the same kernel is compiled once
         if b.kernel in kernels
     ]
-    events = [*_labelled(wrappers[0], label)]
+    events = [*_labelled(wrappers[0], label, sizes)]
     for beside in wrappers[1:]:  # what the program calls: under names of its own
         events += beside.events
     return Lowered(
         program=name,
         target=case.target,
         inputs=devices,
+        sizes=sizes,
         events=tuple(events),
         kernels=tuple(kernels),
         binaries=tuple(arches),
@@ -100,18 +101,40 @@ def _devices(program: Program) -> dict[str, str]:
     return found
 
 
+def _sizes(program: Program) -> dict[str, tuple[int, int]]:
+    """Elements and bytes of each input on the device; of one whose size is a symbol none."""
+    inputs = zip(_devices(program), program.inputs(), strict=True)
+    return {
+        label: (value.numel(), value.numel() * value.element_size())
+        for label, value in inputs
+        if isinstance(value, torch.Tensor)
+        and value.device.type == "cuda"
+        and type(value.numel()) is int
+    }
+
+
 def _size(cubin: bytes) -> int:
     """Of what is an ELF file; 0 for anything else."""
     return len(cubin) if cubin.startswith(b"\x7fELF") else 0
 
 
-def _labelled(wrapper: Wrapper, label: dict[str, str]) -> tuple[HostEvent, ...]:
+def _labelled(
+    wrapper: Wrapper, label: dict[str, str], sizes: dict[str, tuple[int, int]]
+) -> tuple[HostEvent, ...]:
     assert set(wrapper.inputs) <= {*label, "numbers"}
+    width = {name: getattr(torch, dtype).itemsize for name, dtype in wrapper.dtypes.items()}
+    for name, held in label.items():
+        elements, whole = sizes.get(held, (0, 0))
+        width[name] = whole // elements if elements else 0
     return tuple(
         replace(
             event,
             reads=tuple(label.get(n, n) for n in event.reads),
             writes=tuple(label.get(n, n) for n in event.writes),
+            moved=tuple(
+                (label.get(n, n), read * width.get(n, 0), written * width.get(n, 0))
+                for n, read, written in event.moved
+            ),
         )
         for event in wrapper.events
     )

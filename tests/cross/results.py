@@ -16,7 +16,8 @@ class Lowered:
     """One program for one target.
 
     inputs: label -> device of each input, "parameter 0.weight" -> "cuda". events: of the wrapper, with the labels of
-    inputs in place of its variables. kernels: all that the wrapper has. binaries: kernel -> its architecture in PTX and
+    inputs in place of its variables, and what is moved in bytes. sizes: label -> elements and bytes of each input that
+    is a tensor of the device. kernels: all that the wrapper has. binaries: kernel -> its architecture in PTX and
     the bytes of its cubin, for each choice of block sizes. buckets: those of the plan. source: Inductor's module.
     recording: whether a CUDA graph can replay it. offsets: where the sums lie in the memory of their buckets, in bytes.
     """
@@ -24,6 +25,7 @@ class Lowered:
     program: str
     target: str
     inputs: dict[str, str]
+    sizes: dict[str, tuple[int, int]]
     events: tuple[HostEvent, ...]
     kernels: tuple[str, ...]
     binaries: tuple[tuple[str, str, int], ...]

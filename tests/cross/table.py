@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.cross.cases import MICRO_STEPS, TARGETS, Case
+from tests.cross.moved import fewest, moved
 from tests.cross.results import Lowered
 
 
@@ -56,7 +57,8 @@ def without_each(model: str, lower: Lower) -> Iterator[Row]:
             program = programs[name]
             copies, fills = len(program.of("copy")), len(program.of("fill"))
             temporaries = program.source.count("= empty_strided_cuda(")  # in a call
-            yield model, name, way, program.launches, temporaries, copies, fills
+            bytes_moved = f"{moved(program):.1f}", f"{fewest(program):.1f}"
+            yield model, name, way, program.launches, temporaries, copies, fills, *bytes_moved
 
 
 def table(titles: str, rows: Iterable[Row]) -> str:
@@ -72,7 +74,7 @@ def tables(lower: Lower) -> str:
         (row for model in MODELS for row in made(model, lower)),
     )
     compared = table(
-        "model, program, optimizations, launches, temporaries, copies, fills",
+        "model, program, optimizations, launches, temporaries, copies, fills, bytes, at least",
         (row for model in COMPARED for row in without_each(model, lower)),
     )
     return f"""
@@ -81,7 +83,9 @@ k = 4, eight ranks, buckets of 0.05 MB. Launches are of one call; a library's ca
 
 {kernels}
 With the optimizations, and without; for sm_90, the GPT with two blocks. `overlap` changes the order, not the number of
-launches; in a GPT more buffers are alive for it.
+launches; in a GPT more buffers are alive for it. Bytes are those that kernels read and write, for each element of a
+parameter, of sums, gradients with a tensor of their own, parameters that are updated, and states; at least: each sum is
+read and written for a micro-step, and each sum, parameter and state for an update.
 
 {compared}
 """

@@ -16,9 +16,10 @@ understood is not passed over.
 from __future__ import annotations
 
 import ast
+import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 
 # Statements of the wrapper that ask the device for nothing.
@@ -40,6 +41,8 @@ WAITS = ("torch.ops._c10d_functional.wait_tensor", "torch.ops.gradsync_fx.wait."
 REDUCES = ("torch.ops._c10d_functional.", "torch.ops.gradsync_fx.start.")
 ADDS = "torch.ops.gradsync_fx.add_product."
 VIEWS = {"reinterpret_tensor", "copy_if_misaligned"}
+# Where each says the sizes of the tensor that it gives.
+SIZED = {"reinterpret_tensor": 1, "empty_strided_cuda": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,7 @@ class HostEvent:
     """reads, writes: names of the wrapper's variables, views and other names of a variable counted as it.
 
     call: the number that Inductor gave this call, where it tracks them; 0 elsewhere. partition: the one it is in; None
-    outside of all.
+    outside of all. moved: of each variable how many elements a kernel reads and writes, as far as the code tells.
     """
 
     kind: str
@@ -56,16 +59,21 @@ class HostEvent:
     writes: tuple[str, ...] = ()
     call: int = 0
     partition: int | None = None
+    moved: tuple[tuple[str, int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class TritonKernel:
-    """A Triton kernel of the wrapper. kind: launch, or fill or copy where it does no arithmetic. source: its module."""
+    """A Triton kernel of the wrapper. kind: launch, or fill or copy where it does no arithmetic. source: its module.
+
+    unwritten: parameters that a kernel may write by their names, and does not.
+    """
 
     name: str
     parameters: tuple[str, ...]
     kind: str
     source: str
+    unwritten: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +81,7 @@ class Wrapper:
     """inputs: variables for the program's inputs, in their order. events: of one call. partitions: how many.
 
     numbers: what goes into a partition and is a number of the host, not a tensor; a recording does not see it change.
+    dtypes: of the variables that it makes itself, by torch's names.
     """
 
     inputs: tuple[str, ...]
@@ -80,6 +89,7 @@ class Wrapper:
     events: tuple[HostEvent, ...]
     partitions: int = 0
     numbers: tuple[str, ...] = ()
+    dtypes: dict[str, str] = field(default_factory=dict)
 
 
 def read(source: str) -> Wrapper:
@@ -94,9 +104,8 @@ def read(source: str) -> Wrapper:
     }
     reader = _Reader(kernels, bodies, _calls_by_line(source))
     reader.block(functions["call"].body)
-    return Wrapper(
-        reader.inputs, kernels, tuple(reader.events), len(bodies), tuple(reader.host_numbers)
-    )
+    events, numbers = tuple(reader.events), tuple(reader.host_numbers)
+    return Wrapper(reader.inputs, kernels, events, len(bodies), numbers, reader.dtypes)
 
 
 class NotUnderstood(AssertionError):
@@ -130,7 +139,9 @@ def _kernel(node: ast.stmt) -> TritonKernel | None:
         and not ast.unparse(n.value).startswith(("tl.load(", "tl.full(", "tl.broadcast_to("))
     ]
     kind = "launch" if work else "copy" if "tl.load(" in body else "fill"
-    return TritonKernel(name, parameters, kind, text)
+    used = set(re.findall(r"tl\.(?:store|atomic_\w+|make_\w+)\((\w+)", body))
+    unwritten = tuple(p for p in parameters if p.startswith("in_out_ptr") and p not in used)
+    return TritonKernel(name, parameters, kind, text, unwritten)
 
 
 class _Reader:
@@ -145,8 +156,10 @@ class _Reader:
         self.inputs: tuple[str, ...] = ()
         self.events: list[HostEvent] = []
         self.host_numbers: dict[str, None] = {}
+        self.dtypes: dict[str, str] = {}
         self._kernels, self._partitions, self._calls = kernels, partitions, calls
         self._same: dict[str, str] = {}
+        self._elements: dict[str, int] = {}
         self._pinned, self._read = set[str](), set[str]()
         self._partition: int | None = None
         self._given: list[str] = []  # to the next partition
@@ -176,6 +189,7 @@ class _Reader:
 
     def _assign(self, target: ast.expr, value: ast.expr) -> None:
         text = ast.unparse(target)
+        self._elements[text] = self._size(value)
         if isinstance(value, ast.Name) and value.id == "args":
             names = tuple(ast.unparse(e) for e in _elements(target))
             if self._partition is None:
@@ -209,10 +223,40 @@ class _Reader:
                 self._same[ast.unparse(mine)] = self._origin(ast.unparse(theirs))
         self._partition = None
 
+    def _size(self, value: ast.expr) -> int:
+        """Elements of a tensor; 0 where the code does not tell, or tells by a symbol."""
+        if isinstance(value, ast.Name):
+            return self._elements.get(value.id, 0)
+        if not isinstance(value, ast.Call):
+            return 0
+        function = ast.unparse(value.func)
+        if function == "copy_if_misaligned":
+            return self._size(value.args[0])
+        if function in SIZED:
+            return _product(value.args[SIZED[function]])
+        return 0
+
     def _add(
-        self, kind: str, name: str, reads: tuple[str, ...], writes: tuple[str, ...] = ()
+        self,
+        kind: str,
+        name: str,
+        reads: tuple[str, ...],
+        writes: tuple[str, ...] = (),
+        moved: tuple[tuple[str, int, int], ...] = (),
     ) -> None:
-        self.events.append(HostEvent(kind, name, reads, writes, self._number, self._partition))
+        event = HostEvent(kind, name, reads, writes, self._number, self._partition, moved)
+        self.events.append(event)
+
+    def _moved(
+        self, read: Iterable[ast.expr], written: Iterable[ast.expr]
+    ) -> tuple[tuple[str, int, int], ...]:
+        """Each view counts by its own size, and once."""
+        found: dict[str, list[int]] = {}
+        for i, values in enumerate((read, written)):
+            for value in {ast.unparse(v): v for v in values}.values():
+                name = self._origin(ast.unparse(_base(value)))
+                found.setdefault(name, [0, 0])[i] += self._size(value)
+        return tuple((name, r, w) for name, (r, w) in found.items() if r or w)
 
     def _value(self, value: ast.expr, written: str | None) -> None:
         for call in _calls(value):
@@ -227,6 +271,10 @@ class _Reader:
         if function in BOOKKEEPING:
             if function.endswith("_pinned") and written:
                 self._pinned.add(written)
+            if function == "empty_strided_cuda" and written:
+                self.dtypes[written] = ast.unparse(call.args[2]).removeprefix("torch.")
+            if function == "assert_size_stride":
+                self._elements[ast.unparse(call.args[0])] = _product(call.args[1])
             return
         if method == "run" and owner in self._kernels:
             self._launch(self._kernels[owner], call)
@@ -239,9 +287,10 @@ class _Reader:
         elif function.startswith(REDUCES):
             self._add("reduce", function, reads, (*reads, *writes))
         elif function.startswith(ADDS):
-            self._add("extern", function, reads, reads[:1])
+            self._add("extern", function, reads, reads[:1], self._moved(call.args, call.args[:1]))
         elif owner == "extern_kernels" or function.startswith(("torch.ops.", "aten.")):
-            self._add("extern", function, reads, writes)
+            outs = [k.value for k in call.keywords if k.arg == "out"]
+            self._add("extern", function, reads, writes, self._moved(call.args, outs))
         elif function.startswith(("cpp_fused", "kernel_cpp", "async_compile")):
             self._add("host", function, reads)
         elif method in ("copy_", "to", "cuda"):
@@ -252,14 +301,21 @@ class _Reader:
             raise NotUnderstood(ast.unparse(call))
 
     def _launch(self, kernel: TritonKernel, call: ast.Call) -> None:
-        reads, writes = [], []
-        for parameter, given in zip(kernel.parameters, call.args, strict=False):
-            name = self._origin(ast.unparse(_base(given)))
-            if parameter.startswith(("in_ptr", "in_out_ptr")):
-                reads.append(name)
-            if parameter.startswith(("out_ptr", "in_out_ptr")):
-                writes.append(name)
-        self._add(kernel.kind, kernel.name, tuple(reads), tuple(writes))
+        reads, writes = (
+            [
+                given
+                for parameter, given in zip(kernel.parameters, call.args, strict=False)
+                if parameter.startswith(kinds) and parameter not in idle
+            ]
+            for kinds, idle in (
+                (("in_ptr", "in_out_ptr"), ()),
+                (("out_ptr", "in_out_ptr"), kernel.unwritten),
+            )
+        )
+        read, written = (
+            tuple(self._origin(ast.unparse(_base(g))) for g in given) for given in (reads, writes)
+        )
+        self._add(kernel.kind, kernel.name, read, written, self._moved(reads, writes))
 
     def _names(self, call: ast.Call) -> Iterator[str]:
         given = [*call.args, *(k.value for k in call.keywords if k.arg != "out")]
@@ -272,6 +328,12 @@ class _Reader:
 
     def _origin(self, name: str) -> str:
         return self._same.get(name, name)
+
+
+def _product(sizes: ast.expr) -> int:
+    """Of a tuple of numbers; 0 where one is a symbol."""
+    numbers = [e.value if isinstance(e, ast.Constant) else 0 for e in _elements(sizes)]
+    return math.prod(n for n in numbers if isinstance(n, int))
 
 
 def _elements(node: ast.expr | None) -> list[ast.expr]:
