@@ -10,7 +10,10 @@ which serves on a CPU (pointwise_updates.py), would be a launch for each paramet
 
 from __future__ import annotations
 
+import math
 import operator
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,6 +28,11 @@ from gradsync_fx.passes.rewritten import Rewritten
 
 
 CAST = torch.ops.prims.convert_element_type.default
+# Pointers of a launch: as Inductor has it by itself, and the most that 4 KB of arguments hold on any card and driver,
+# beside some for numbers. The time that Triton takes grows faster than a kernel: the most is for buckets that need it.
+_USUAL, _MOST = 250, 480
+_FEW = 4  # launches
+_UNLIMITED = 1 << 30
 JOINED = torch.ops.aten._foreach_clone.default
 
 
@@ -42,9 +50,9 @@ def join_updates(rewritten: Rewritten) -> None:
             key = (call.target, bucket.get(holder_of(argument(call, 1))), form.dtype)
             groups.setdefault(key, []).append(call)
     if groups:
-        # Of what Inductor counts half are values in registers: a launch has no more than its usual 250 arguments.
-        rewritten.settings["combo_kernel_max_num_args"] = 500
-    for calls in groups.values():
+        # Inductor counts what is read and written in registers, too, and would cut lists far below the limit.
+        rewritten.settings["combo_kernel_max_num_args"] = _UNLIMITED
+    for calls in [part for group in groups.values() for part in _launches(group)]:
         items: dict[int, list[Node]] = {}
         for call in calls:
             for item in call.users:
@@ -54,6 +62,15 @@ def join_updates(rewritten: Rewritten) -> None:
         for values in [gradients, *items.values(), _zeros(module, fake_mode, calls)]:
             _join(module, fake_mode, values)
     module.recompile()
+
+
+def _launches(calls: list[Node]) -> Iterator[list[Node]]:
+    """Parts of as even a size as can be, of which each is one launch."""
+    tensors = sum(n.meta["val"].dim() > 0 for n in calls[0].all_input_nodes)
+    usual, most = (max(limit // (2 * tensors), 1) for limit in (_USUAL, _MOST))  # read and written
+    parts = max(min(math.ceil(len(calls) / usual), _FEW), math.ceil(len(calls) / most))
+    ends = [len(calls) * i // parts for i in range(parts + 1)]
+    yield from (calls[start:end] for start, end in pairwise(ends))
 
 
 def _zeros(module: GraphModule, fake_mode: Any, calls: list[Node]) -> list[Node]:
