@@ -20,6 +20,7 @@ from gradsync_fx.errors import (
     RanksDisagreeError,
     ReadBeforeBoundaryError,
     ReplicaMismatchError,
+    ShareError,
     StateError,
     ToolchainError,
     UpdateError,
@@ -30,6 +31,7 @@ from gradsync_fx.errors import (
 from gradsync_fx.explanation import explain
 from gradsync_fx.optimized_step import OptimizedStep
 from gradsync_fx.options import BackendOptions
+from gradsync_fx.runtime.optimizer_shards import OptimizerShards
 from gradsync_fx.version import VERSION
 
 
@@ -46,12 +48,14 @@ __all__ = [
     "NoGradientError",
     "NoOptimizerError",
     "OptimizedStep",
+    "OptimizerShards",
     "OptionError",
     "ParallelismError",
     "RankLostError",
     "RanksDisagreeError",
     "ReadBeforeBoundaryError",
     "ReplicaMismatchError",
+    "ShareError",
     "StateError",
     "ToolchainError",
     "UpdateError",

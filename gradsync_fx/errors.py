@@ -73,6 +73,10 @@ class UpdateError(CaptureError):
     """The optimizer's update can neither be traced nor run as it is."""
 
 
+class ShareError(UpdateError):
+    """The optimizer's update cannot be divided among the ranks."""
+
+
 class LeftOutError(GradSyncError):
     """A call that cannot be traced, and so runs after the program, touches what the step is made of."""
 

@@ -51,6 +51,7 @@ class Options:
     on_unsupported: Unsupported = "error"
     skip_nonfinite: bool = False
     rank_timeout: float | None = None
+    shard_optimizer: bool = False
     self_check: bool = False
     backend: Backend = "inductor"
     mode: str | None = None
@@ -63,7 +64,7 @@ class Options:
         _one_of("reduction", self.reduction, REDUCTIONS)
         _one_of("broadcast_buffers", self.broadcast_buffers, BROADCASTS)
         _one_of("on_unsupported", self.on_unsupported, get_args(Unsupported))
-        for name in ("sync_each_batch", "skip_nonfinite", "self_check"):
+        for name in ("sync_each_batch", "skip_nonfinite", "shard_optimizer", "self_check"):
             if not isinstance(getattr(self, name), bool):
                 raise _bad(name, getattr(self, name), "True or False")
         if not _is_positive(self.bucket_cap_mb):
@@ -83,6 +84,13 @@ class Options:
             raise _bad("without", left_out, "a collection of names: " + ", ".join(OPTIMIZATIONS))
         if self.dynamic is not None and not isinstance(self.dynamic, bool):
             raise _bad("dynamic", self.dynamic, "None, True or False")
+        if self.shard_optimizer and self.on_unsupported == "eager":
+            raise OptionError(
+                "arguments 'shard_optimizer' and 'on_unsupported'",
+                seen='shard_optimizer=True with on_unsupported="eager", whose windows divide nothing among ranks',
+                wanted='shard_optimizer with on_unsupported="error"',
+                fix="leave one of them out",
+            )
         _check_group(self.process_group)
         _check_mesh(self.device_mesh)
         _check_backend(self.backend)
@@ -151,6 +159,7 @@ class BackendOptions(TypedDict, total=False):
     on_unsupported: Unsupported
     skip_nonfinite: bool
     rank_timeout: float | None
+    shard_optimizer: bool
     self_check: bool
     backend: Backend
     mode: str | None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,12 +19,13 @@ import torch
 import torch.distributed as dist
 
 from gradsync_fx._torch import tree_leaves, tree_map_only
-from gradsync_fx.checking import reference_window
+from gradsync_fx.checking import copies, reference_window
 from gradsync_fx.checking.copies import Copy, copied
 from gradsync_fx.checking.reference_window import Arguments, same_random_numbers
 from gradsync_fx.errors import VerificationError, WindowError
 from gradsync_fx.options import Options
 from gradsync_fx.planning.setting import find_setting
+from gradsync_fx.runtime.sharing import is_divided, whole_state
 from gradsync_fx.wording import number_of
 
 
@@ -137,17 +139,17 @@ def check(
         warnings.simplefilter("ignore")
         with same_random_numbers():
             state = torch.get_rng_state()
-            plain = _Window(copied(function, args, kwargs, (optimized,)), k)
+            plain = _Window(_copied(function, args, kwargs, optimized), k)
             plain.results = reference_window.run(plain.copy, plain.calls, options, (optimized,))
             draws = not torch.equal(state, torch.get_rng_state())
         with same_random_numbers():
-            rounded = _Window(copied(function, args, kwargs, (optimized,)), k)
+            rounded = _Window(_copied(function, args, kwargs, optimized), k)
             rounded.disturb()
             rounded.results = reference_window.run(
                 rounded.copy, rounded.calls, options, (optimized,)
             )
         with same_random_numbers():
-            ours = _Window(copied(function, args, kwargs, (optimized,)), k)
+            ours = _Window(_copied(function, args, kwargs, optimized), k)
             step = optimized(ours.copy.function, _unchecked(options, draws))
             try:
                 ours.results = [_kept(step(*a, **n)) for a, n in ours.calls]
@@ -164,6 +166,16 @@ def check(
     ranks = tuple(rank for rank, flag in enumerate(apart.tolist()) if flag)
     name = getattr(function, "__name__", type(function).__name__)
     return Verdict(name, k, setting.world, values, ranks, said)
+
+
+def _copied(function: Callable[..., Any], args: Any, kwargs: Any, optimized: Any) -> Copy:
+    """Copies of all of it, with whole optimizer states: where ranks hold parts, these are gathered."""
+    made = copied(function, args, kwargs, (optimized,))
+    originals = copies.of(function, args, kwargs).optimizers
+    for original, mine in zip(originals, made.optimizers, strict=True):
+        if is_divided(original):
+            mine.load_state_dict(deepcopy(original.state_dict()))
+    return made
 
 
 def _unchecked(options: Options, draws: bool) -> Options:
@@ -215,7 +227,10 @@ class _Window:
         names = {id(p): name for name, p in self.copy.parameters.items()}
         for i, optimizer in enumerate(self.copy.optimizers):
             label = f"{type(optimizer).__name__} {i}"
-            for p, state in getattr(optimizer, "state", {}).items():
+            held = (
+                whole_state(optimizer) if is_divided(optimizer) else getattr(optimizer, "state", {})
+            )
+            for p, state in held.items():
                 name = names.get(id(p), "?") if isinstance(p, torch.Tensor) else str(p)
                 for key, value in state.items() if isinstance(state, dict) else [("", state)]:
                     _note(found, f"{label} {name}.{key}", value)

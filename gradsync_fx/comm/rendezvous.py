@@ -32,7 +32,7 @@ from gradsync_fx.errors import RanksDisagreeError
 from gradsync_fx.wording import number_of
 
 
-ACCUMULATE, BOUNDARY, FLUSH = 0, 1, 2
+ACCUMULATE, BOUNDARY, FLUSH, SAVING = 0, 1, 2, 3
 EAGER = -1  # layout of a rank whose step was not captured
 
 
@@ -67,6 +67,13 @@ class Position:
     buffers: int
     masks: int
     weights: tuple[float, ...]
+
+
+def saving(k: int, pending: int, optimizer_step: int, parts: int) -> Position:
+    """Of a rank that saves an optimizer's state, between two calls of its step."""
+    here = {"k": k, "pending": pending, "optimizer_step": optimizer_step}
+    nothing = dict.fromkeys((field.name for field in fields(Position)), 0)
+    return Position(**{**nothing, **here, "kind": SAVING, "weights": (0.0,) * parts})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +262,24 @@ def check_same_window(meeting: Meeting) -> None:
         raise _disagree(everyone, "the updates", lambda p: f"update {p.optimizer_step}")
 
 
-CALLS = {ACCUMULATE: "an accumulate call", BOUNDARY: "a boundary", FLUSH: "a flush"}
+CALLS = {
+    ACCUMULATE: "an accumulate call",
+    BOUNDARY: "a boundary",
+    FLUSH: "a flush",
+    SAVING: "optimizer.state_dict()",
+}
+
+
+def check_same_kind(meeting: Meeting) -> None:
+    """Raises `RanksDisagreeError`, on every rank, where some save an optimizer's state and others do not."""
+    if len({p.kind == SAVING for p in meeting.ranks}) > 1:
+        raise _disagree(
+            meeting.ranks,
+            "the calls",
+            lambda p: CALLS[p.kind],
+            fix="with shard_optimizer=True every rank calls optimizer.state_dict(), between the same two calls of the "
+            "step: it gathers what the ranks hold",
+        )
 
 
 def check_same_layout(meeting: Meeting) -> None:

@@ -219,7 +219,8 @@ def _collectives(captured: CapturedStep, programs: dict[str, Program]) -> tuple[
         name: [
             (i, n)
             for i, n in enumerate(program.module.graph.nodes)
-            if ops.is_reduction(n) and (n.meta.get("made_by") or "origin" not in n.meta)
+            if (ops.is_reduction(n) or n.meta.get("bucket"))
+            and (n.meta.get("made_by") or "origin" not in n.meta)
         ]
         for name, program in programs.items()
     }

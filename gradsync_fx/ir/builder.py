@@ -187,9 +187,13 @@ class Draft:
     def outputs(self) -> list[Any]:
         return output_values(self.module)
 
+    def live(self) -> set[Node]:
+        """All but dead code."""
+        return _needed(self.graph, set(self.kept))
+
     def finish(self) -> Program:
         """Drops dead code, collectives and unread inputs included, and checks the graph."""
-        kept = _needed(self.graph, set(self.kept))
+        kept = self.live()
         for node in reversed(list(self.graph.nodes)):
             if node not in kept and node.op != "placeholder":
                 self.graph.erase_node(node)

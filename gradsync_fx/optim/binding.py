@@ -16,11 +16,12 @@ import torch
 from torch.optim import Optimizer
 
 from gradsync_fx._torch import compile_lock, counted_by_scheduler, step_hooks
-from gradsync_fx.errors import UpdateError
+from gradsync_fx.errors import ShareError, UpdateError
 from gradsync_fx.optim.footprint import Footprint
 from gradsync_fx.optim.opaque import Opaque, given_by
 from gradsync_fx.optim.reached import Unseen, is_torchs
 from gradsync_fx.optim.rehearsal import difference
+from gradsync_fx.optim.shares import Shares, created_elsewhere
 from gradsync_fx.optim.state import State, in_groups, initial_state, parameters_of
 from gradsync_fx.optim.trace import trace_update
 from gradsync_fx.optim.update import Update
@@ -43,7 +44,8 @@ def left_as_they_are(bindings: Iterable[Binding], failure: Exception) -> bool:
 class Binding:
     """One `optimizer.step()` of a step: the parameters at positions `which` of one optimizer, and the window's part.
 
-    given: the arguments of `step`, as text.
+    given: the arguments of `step`, as text. shares: how its parameters are divided among ranks, where they are; shared:
+    ids of those that are the same on all ranks.
     """
 
     def __init__(
@@ -53,8 +55,11 @@ class Binding:
         given: str,
         decompositions: Any,
         part: int,
+        shares: Shares | None = None,
+        shared: frozenset[int] = frozenset(),
     ) -> None:
         self.optimizer, self.which, self.part = optimizer, which, part
+        self.shares, self._shared = shares, shared
         self._given, self._decompositions = given, decompositions
         self._early: dict[int, State] = {}
         self._stateless: set[int] = set()
@@ -89,7 +94,13 @@ class Binding:
         if self._opaque is None:
             try:
                 self._check_outside()
-                return self._traced()
+                found = self._traced()
+                if self.shares is not None:
+                    self.shares.adopt(self._early, self._early)
+                    self.shares.foreseen.update(self._early)
+                return found
+            except ShareError:
+                raise
             except Unseen as unseen:
                 why = str(unseen)
             except UpdateError as error:
@@ -135,6 +146,8 @@ class Binding:
         return self._traces[-1]
 
     def _fresh(self, state: dict[int, State], footprint: Footprint | None) -> Update:
+        if self.shares is not None:
+            state = {i: self.shares.whole_form(i, held) for i, held in state.items()}
         fresh = trace_update(self.optimizer, self.which, state, self._decompositions, footprint)
         numbers = fresh.read_numbers(state)
         assert numbers is not None
@@ -146,6 +159,8 @@ class Binding:
         apart = "" if torchs else difference(fresh, state)
         if apart:
             raise Unseen(apart)
+        if self.shares is not None:
+            return self.shares.local(fresh, lambda p: id(p) in self._shared)
         return fresh
 
     @contextmanager
@@ -175,7 +190,10 @@ class Binding:
 
     def state_tensors(self, update: Update) -> list[torch.Tensor]:
         """The tensors that the update reads and writes, in its order."""
-        state, groups = self.state(), self.optimizer.param_groups
+        state, groups, shares = self.state(), self.optimizer.param_groups, self.shares
+        if shares is not None:
+            shares.adopt(self.which, state)  # of a state that was loaded
+            state = shares.parts(state)
         return [
             (groups[i] if where == "group" else state[i])[key] for where, i, key in update.states
         ]
@@ -193,12 +211,16 @@ class Binding:
         state, flat = self.state(), parameters_of(self.optimizer)
         for place, value in zip(update.created, created, strict=True):
             self._put(place, value, state)
+        for place, form in created_elsewhere(update):
+            self._put(place, form, state)
         for places, value in zip(update.number_out, self._numbers_out, strict=True):
             for place in places:
                 self._put(place, value, state)
         for i in self.which:
             if state[i]:
                 self.optimizer.state[flat[i]] = state[i]
+            if self.shares is not None:
+                self.shares.foreseen.pop(i, None)
         self._early.clear()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # read by lr_scheduler
 

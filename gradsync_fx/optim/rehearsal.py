@@ -41,7 +41,7 @@ def difference(update: Update, state: dict[int, State]) -> str:
         )
         return ""
     gradients = _gradients(update, flat)
-    theirs, stand_ins = _copy(optimizer, flat)
+    theirs, stand_ins = _copy(optimizer, flat, state)
     for i, gradient in gradients.items():
         stand_ins[i].grad = gradient.clone()
     type(optimizer).step(theirs)
@@ -76,8 +76,13 @@ def _gradients(update: Update, flat: list[torch.Tensor]) -> dict[int, torch.Tens
     return found
 
 
-def _copy(optimizer: Optimizer, flat: list[torch.Tensor]) -> tuple[Any, list[Any]]:
-    """An optimizer of the same class over copies of its parameters, which come second."""
+def _copy(
+    optimizer: Optimizer, flat: list[torch.Tensor], state: dict[int, State]
+) -> tuple[Any, list[Any]]:
+    """An optimizer of the same class over copies of its parameters, which come second.
+
+    state: in place of what it holds for these positions (where other ranks hold some of that).
+    """
     stand_ins: dict[int, Any] = {}
     for p in flat:
         stand_ins[id(p)] = torch.nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad)
@@ -93,9 +98,9 @@ def _copy(optimizer: Optimizer, flat: list[torch.Tensor]) -> tuple[Any, list[Any
         for group in optimizer.param_groups
     ]
     entries = {
-        stand_ins[id(p)]: {k: _copied(v) for k, v in optimizer.state[p].items()}
-        for p in flat
-        if p in optimizer.state
+        stand_ins[id(p)]: {k: _copied(v) for k, v in state.get(i, optimizer.state[p]).items()}
+        for i, p in enumerate(flat)
+        if optimizer.state.get(p)
     }
     held["state"] = defaultdict(dict, entries)
     return theirs, [stand_ins[id(p)] for p in flat]

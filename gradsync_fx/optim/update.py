@@ -6,7 +6,7 @@ numbers of the state            ->  host   ->  scalars for the calls, then the n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ class Update:
     """A traced update of one optimizer. Made by a trace, and never changed; another structure needs another trace.
 
     which: positions of the parameters that have a gradient; `params` and `grads` are in this order.
-    calls: the arithmetic on tensors, in order.
+    calls: the arithmetic on tensors, in order. elsewhere: that of parameters which other ranks update (shares.py).
     states: entries of the state that are tensors and are read, in the order of the program's inputs.
     host: the arithmetic on numbers, done by the host before each run.
     numbers: for each number that `host` takes: the entries that hold it, equal in all, and which item of a tuple it is.
@@ -54,12 +54,19 @@ class Update:
     structure: dict[int, tuple[str, ...]]
     footprint: Footprint
     lasting: bool = True
+    elsewhere: list[BodyCall] = field(default_factory=list)
 
     @property
     def created(self) -> list[Place]:
         """State tensors that this update makes anew (a first update whose start could not be foreseen)."""
         held = set(self.states)
         return [place for call in self.calls for place in call.written if place not in held]
+
+    @property
+    def makes_state(self) -> bool:
+        """Whether it makes state tensors, on this rank or another."""
+        held = set(self.states)
+        return any(p not in held for call in (*self.calls, *self.elsewhere) for p in call.written)
 
     def read_numbers(self, state: dict[int, State]) -> list[int | float] | None:
         """The numbers as they are now (`state` is by position); None when the state has another structure than at

@@ -14,6 +14,7 @@ from torch.fx import Node
 from gradsync_fx.comm.flat_buffers import stretches
 from gradsync_fx.ir import ops
 from gradsync_fx.ir.builder import Draft
+from gradsync_fx.passes.scatter import scatter
 from gradsync_fx.passes.sums import cast
 from gradsync_fx.planning.plan import Bucket, Plan
 
@@ -55,6 +56,8 @@ def reduce_bucket(
     if group is None:
         return terms
     wire_dtype = wire_dtype or plan.wire_dtype or terms[0].meta["val"].dtype.to_real()
+    if plan.scatters(bucket):
+        return _scattered(draft, plan, bucket, terms, wire_dtype, scale)
     with draft.after(*terms, *after, *(scale.nodes if scale else ())):
         sent = terms if scale is None else [_times(draft, t, scale.factor) for t in terms]
         pairs = [_pairs(draft, t) for t in sent]
@@ -93,6 +96,49 @@ def reduce_bucket(
             reduced.append(total if scale is None else _times(draft, total, scale.inverse))
             start += size
     return reduced
+
+
+def _scattered(
+    draft: Draft,
+    plan: Plan,
+    bucket: Bucket,
+    terms: list[Node],
+    wire_dtype: torch.dtype,
+    scale: WireScale | None,
+) -> list[Node]:
+    """This rank's pieces of the sums of what is shared out; the sums of the rest, by an all-reduce."""
+    leaves = bucket.leaves
+    found: dict[int, Node] = {}
+    rest = tuple(leaf for leaf in leaves if leaf not in plan.pieces)
+    if rest:
+        of = dict(zip(leaves, terms, strict=True))
+        part = Bucket(rest, bucket.reduction, bucket.part)
+        mine = [of[leaf] for leaf in rest]
+        found.update(
+            zip(
+                rest,
+                reduce_bucket(draft, plan, part, mine, wire_dtype=wire_dtype, scale=scale),
+                strict=True,
+            )
+        )
+    shared = [(leaf, term) for leaf, term in zip(leaves, terms, strict=True) if leaf in plan.pieces]
+    group = bucket.reduction.group
+    assert group is not None
+    with draft.after(*terms, *(scale.nodes if scale else ())):
+        sent = [t if scale is None else _times(draft, t, scale.factor) for _, t in shared]
+        pairs = [_pairs(draft, t) for t in sent]
+        pieces = [plan.pieces[leaf] for leaf, _ in shared]
+        totals = scatter(draft, plan, pieces, pairs, bucket.reduction.op, group, wire_dtype)
+        for (leaf, term), total in zip(shared, totals, strict=True):
+            value = term.meta["val"]
+            if value.is_complex():
+                size = total.meta["val"].numel() // 2
+                form = draft.form(total.meta["val"], shape=[size, 2])
+                total = draft.call_known(form, _aten.reshape.default, total, [size, 2])
+                form = draft.form(value, shape=[size])
+                total = draft.call_known(form, _aten.view_as_complex.default, total)
+            found[leaf] = total if scale is None else _times(draft, total, scale.inverse)
+    return [found[leaf] for leaf in leaves]
 
 
 def _pairs(draft: Draft, term: Node) -> Node:

@@ -29,9 +29,8 @@ _IN_PLACE = ("cpu", "cuda")
 
 
 def gradient_reductions(module: GraphModule) -> list[Node]:
-    """The all-reduces of buckets, in their order."""
-    found = module.graph.find_nodes(op="call_function", target=ops.ALL_REDUCE)
-    return [node for node in found if node.meta.get("bucket")]
+    """The reductions of buckets, in their order."""
+    return [node for node in module.graph.nodes if node.meta.get("bucket")]
 
 
 def wait_late(rewritten: Rewritten) -> None:
@@ -57,7 +56,7 @@ def reduce_in_place(rewritten: Rewritten) -> None:
     module, fake_mode = rewritten.main, rewritten.fake_mode
     zeroed = resets(module)
     for started in gradient_reductions(module):
-        bucket = _bucket(started, zeroed)
+        bucket = _bucket(started, zeroed) if started.target is ops.ALL_REDUCE else None
         if bucket is None:
             continue
         holders, totals, reduced = bucket

@@ -18,8 +18,10 @@ from torch.fx import Node
 from gradsync_fx.ir.builder import Draft
 from gradsync_fx.ir.ops import argument
 from gradsync_fx.ir.program import Kind, Slot
+from gradsync_fx.optim.shares import Portion
 from gradsync_fx.passes.bucket import reduce_bucket
 from gradsync_fx.passes.mask import note_weight
+from gradsync_fx.passes.piecewise import read_pieces
 from gradsync_fx.passes.sums import accumulator, add_to_accumulator, cast, reset
 from gradsync_fx.passes.weigh import (
     gradients_of,
@@ -33,6 +35,7 @@ from gradsync_fx.planning.plan import Bucket, Plan
 
 
 _aten = torch.ops.aten
+Pieces = dict[Node, tuple[Node, Portion]]
 
 
 def reduce_window(draft: Draft, plan: Plan) -> None:
@@ -49,10 +52,11 @@ def reduce_window(draft: Draft, plan: Plan) -> None:
         for bucket, values in terms.items()
     }
     weights = {part: with_this_call(draft, plan, part, w) for part, w in weights.items()}
-    weights = _hand_on(draft, plan, sums, weights)
+    weights, pieces = _hand_on(draft, plan, sums, weights)
     note_weight(draft, plan, weights)
     for bucket in sums:
-        _reduce_later_gradients(draft, plan, bucket, weights.get(bucket.part))
+        pieces |= _reduce_later_gradients(draft, plan, bucket, weights.get(bucket.part))
+    read_pieces(draft, plan, pieces)
     draft.sort()  # a gradient may be read before the last one of its bucket: by the update of another model
 
 
@@ -65,13 +69,16 @@ def reduce_sums(draft: Draft, plan: Plan) -> None:
     weights = {
         b.part: running_weight(draft, plan, b.part) for b in sums if plan.weighing is not None
     }
-    _hand_on(draft, plan, sums, weights)
+    _, pieces = _hand_on(draft, plan, sums, weights)
+    read_pieces(draft, plan, pieces)
 
 
 def _hand_on(
     draft: Draft, plan: Plan, sums: dict[Bucket, list[Node]], weights: dict[int, Node]
-) -> dict[int, Node]:
-    """Sums, reduced and divided, to whoever reads the gradients. Returns the reduced weights."""
+) -> tuple[dict[int, Node], Pieces]:
+    """Sums, reduced and divided, to whoever reads the gradients. Returns the reduced weights, and what is divided among
+    the ranks: its readers are rewritten when all of it is there.
+    """
 
     def divided() -> dict[Bucket, list[Node]]:
         return {b: _divide(draft, plan, b, v, weights.get(b.part)) for b, v in sums.items()}
@@ -84,9 +91,10 @@ def _hand_on(
         sums, weights = reduce_all(draft, plan, sums, weights, divided=ahead)
     if not ahead:
         sums = divided()
+    pieces: Pieces = {}
     for bucket, values in sums.items():
-        _install(draft, plan, bucket, values)
-    return weights
+        pieces |= _install(draft, plan, bucket, values)
+    return weights, pieces
 
 
 def _divide(
@@ -119,27 +127,36 @@ def _divisor(draft: Draft, plan: Plan, bucket: Bucket, weight: Node | None) -> N
 
 def _install(
     draft: Draft, plan: Plan, bucket: Bucket, values: list[Node], occurrence: int = 0
-) -> None:
+) -> Pieces:
+    pieces: Pieces = {}
     for leaf, value in zip(bucket.leaves, values, strict=True):
         marker = draft.of[plan.regions.gradients[leaf][occurrence]]
         hand = plan.regions.hand.get(leaf)
         old = marker if hand is None else draft.of[hand.wait]
         with draft.after(value):
             gradient = cast(draft, value, old.meta["val"].dtype)
+        if plan.scatters(bucket) and leaf in plan.pieces:
+            pieces[old] = (gradient, plan.pieces[leaf])
+            continue
         readers = [u for u in old.users if u is not gradient]
         for reader in readers:
             reader.replace_input_with(old, gradient)
+    return pieces
 
 
-def _reduce_later_gradients(draft: Draft, plan: Plan, bucket: Bucket, weight: Node | None) -> None:
+def _reduce_later_gradients(
+    draft: Draft, plan: Plan, bucket: Bucket, weight: Node | None
+) -> Pieces:
     """Gradients that are zeroed and computed again in one step (windows of one micro-step only): each by itself."""
-    markers = plan.regions.gradients
+    markers, pieces = plan.regions.gradients, Pieces()
     for occurrence in range(1, max(len(markers[leaf]) for leaf in bucket.leaves)):
         again = tuple(leaf for leaf in bucket.leaves if len(markers[leaf]) > occurrence)
         part = Bucket(again, bucket.reduction, bucket.part)
         terms = [term_of(draft, plan, leaf, occurrence) for leaf in again]
         reduced = reduce_bucket(draft, plan, part, terms)
-        _install(draft, plan, part, _divide(draft, plan, part, reduced, weight), occurrence)
+        divided = _divide(draft, plan, part, reduced, weight)
+        pieces |= _install(draft, plan, part, divided, occurrence)
+    return pieces
 
 
 def reset_accumulators(draft: Draft, plan: Plan) -> None:

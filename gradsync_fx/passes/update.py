@@ -3,6 +3,7 @@
 update(h, which, params, grads) -> params'     becomes calls of the update's bodies, submodules of the program: one for
                                                each parameter, where they are independent. State tensors and host
                                                scalars become inputs, and new state becomes writes.
+Where updates are shared out among the ranks, the calls of this one, on its pieces (shared_update.py).
 An opaque update's marker stays: the program is cut there (stages.py).
 """
 
@@ -18,6 +19,7 @@ from gradsync_fx.ir.ops import argument
 from gradsync_fx.ir.program import Kind, Slot
 from gradsync_fx.optim.subgraphs import Body, BodyCall
 from gradsync_fx.passes.mask import unless_empty
+from gradsync_fx.passes.shared_update import SharedUpdate
 from gradsync_fx.planning.plan import Plan
 
 
@@ -39,20 +41,20 @@ def inline_updates(draft: Draft, plan: Plan) -> None:
             continue
         update = plan.updates[key]
         label = type(update.optimizer).__name__
-        states = []
-        for i, (place, tensor) in enumerate(
-            zip(update.states, plan.state_tensors[key], strict=True)
-        ):
+        states: dict[int, Node] = {}
+        for i in sorted({n for call in update.calls for n in call.states}):
+            place, tensor = update.states[i], plan.state_tensors[key][i]
             slot = Slot(Kind.STATE, f"{label}[{place[1]}].{place[2]}", (key, i))
-            states.append(draft.input(slot, tensor))
+            states[i] = draft.input(slot, tensor)
         scalars = []
         for i in range(update.scalar_count):
             # One tensor for each: equal tensors would share one fake value, and that one symbol.
             form = torch.empty((), dtype=torch.float64)
             scalars.append(draft.input(Slot(Kind.SCALAR, f"{label} scalar {i}", (key, i)), form))
-        held = dict(zip(update.states, states, strict=True))
+        held = {update.states[i]: node for i, node in states.items()}
         params = dict(zip(update.which, argument(marker, 2), strict=True))
         grads = dict(zip(update.which, argument(marker, 3), strict=True))
+        shared = SharedUpdate(draft, plan, marker, update, dict(params), dict(grads))
         names: dict[Body, str] = {}
         created = []
         new: dict[int, Node] = {}
@@ -60,15 +62,15 @@ def inline_updates(draft: Draft, plan: Plan) -> None:
             if call.body not in names:
                 names[call.body] = _add_body(draft, label, call.body)
             inputs = [
-                *(params[i] for i in call.params),
-                *(grads[i] for i in call.params),
+                *(shared.parameter(i) for i in call.params),
+                *(shared.gradient(i) for i in call.params),
                 *(states[i] for i in call.states),
                 *(scalars[i] for i in call.scalars),
             ]
             results = _call(draft, marker, names[call.body], call, inputs)
             with draft.graph.inserting_before(marker):
                 for i, value in zip(call.params, results, strict=False):
-                    new[i] = unless_empty(draft, value, params[i])
+                    new[i] = value if shared.is_shared(i) else unless_empty(draft, value, params[i])
             for place, value in zip(call.written, results[len(call.params) :], strict=True):
                 if place not in held:
                     created.append(value)
@@ -76,6 +78,9 @@ def inline_updates(draft: Draft, plan: Plan) -> None:
                 with draft.graph.inserting_before(marker):
                     kept = unless_empty(draft, value, held[place])
                 draft.write(held[place], kept)
+        with draft.graph.inserting_before(marker):
+            for i, value in shared.gathered(new).items():
+                new[i] = unless_empty(draft, value, params[i])
         draft.set_outputs([*draft.outputs(), *created])
         for item in list(marker.users):
             item.replace_all_uses_with(new[update.which[argument(item, 1)]])

@@ -93,7 +93,10 @@ def _reductions_of(plan: Plan, bucket: Bucket, *, tail: bool) -> int:
     if bucket.reduction.group is None:
         return 0
     markers = plan.regions.gradients
-    return 1 if tail else max(len(markers[leaf]) for leaf in bucket.leaves)
+    times = 1 if tail else max(len(markers[leaf]) for leaf in bucket.leaves)
+    # What no update of the program shares out is reduced beside the rest.
+    apart = plan.scatters(bucket) and any(leaf not in plan.pieces for leaf in bucket.leaves)
+    return times + (times if apart else 0)
 
 
 def _check_sums(program: Program, plan: Plan, held: dict[Slot, Node], *, tail: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.fx import Node
@@ -13,6 +13,7 @@ from gradsync_fx.ir.ops import LEAF_GRAD, argument
 from gradsync_fx.ir.program import Step
 from gradsync_fx.ir.regions import Regions
 from gradsync_fx.optim.opaque import Opaque
+from gradsync_fx.optim.shares import Portion
 from gradsync_fx.optim.update import Update
 
 
@@ -86,6 +87,8 @@ class Plan:
     wire_dtype: of all-reduces; None for the sums' own.
     sync_each_batch: every call reduces its terms, so that sums hold what was reduced.
     masked: the program makes no update where no term of the window counted, which it sees itself (passes/mask.py).
+    pieces: by leaf number, where updates are shared out among the ranks: what each of them updates.
+    rank: this one's number in the group, where that matters.
     """
 
     step: Step
@@ -106,6 +109,8 @@ class Plan:
     wire_dtype: torch.dtype | None
     sync_each_batch: bool
     masked: bool = False
+    pieces: dict[int, Portion] = field(default_factory=dict)
+    rank: int = 0
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -117,6 +122,10 @@ class Plan:
 
     def open_buckets(self) -> Iterator[Bucket]:
         return (b for b in self.buckets if b.part not in self.closing)
+
+    def scatters(self, bucket: Bucket) -> bool:
+        """Whether each rank is sent its pieces of a bucket's sums alone."""
+        return not self.sync_each_batch and any(leaf in self.pieces for leaf in bucket.leaves)
 
     def is_open(self, sources: Iterable[Node]) -> bool:
         """Whether something that depends on these gradients and updates has to wait for a later program."""
@@ -171,6 +180,8 @@ def sending_order(
 def carrier(plan: Plan, part: int) -> Bucket | None:
     """The bucket that a part's weight is sent with; None where it goes alone (or nowhere, without a group)."""
     for bucket in plan.buckets:
+        if plan.scatters(bucket):
+            continue  # every rank needs the weight
         if bucket.part == part and bucket.reduction == Reduction("sum", plan.group, "ranks"):
             name = plan.step.leaves[bucket.leaves[0]].name
             wire = plan.wire_dtype or plan.accumulators[name].dtype

@@ -149,6 +149,7 @@ def shared_options(setting: Setting, options: Options) -> dict[str, object]:
         "reduction": options.reduction,
         "skip_nonfinite": options.skip_nonfinite,
         "sync_each_batch": options.sync_each_batch,
+        "shard_optimizer": options.shard_optimizer,
         "broadcast_buffers": setting.broadcast_buffers,
         "bucket_cap_mb": setting.bucket_bytes / MIB,
         "accumulator_dtype": options.accumulator_dtype,

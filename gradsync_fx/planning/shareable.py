@@ -25,7 +25,7 @@ def find_shareable(
     group = setting.group
     if not isinstance(group, dist.ProcessGroup) or not is_gloo(group):
         return ()
-    if options.backend != "inductor" or options.sync_each_batch:
+    if options.backend != "inductor" or options.sync_each_batch or options.shard_optimizer:
         return ()  # nothing is reduced in place
     if {"in_place", "shared_memory"} & set(options.without):
         return ()

@@ -17,6 +17,7 @@ from gradsync_fx.runtime.captured_step import CapturedStep
 from gradsync_fx.runtime.consistency import Integrity
 from gradsync_fx.runtime.protocol import StepObjects, StepProtocol
 from gradsync_fx.runtime.refusals import another_object
+from gradsync_fx.runtime.sharing import divide
 from gradsync_fx.user_lines import warn_user
 
 
@@ -24,7 +25,10 @@ Retrace = Callable[[dict[str, Any]], CapturedStep | None]
 
 
 class Catalogue:
-    """`retrace(parameters)` captures the last call anew, with gradients for exactly these parameters."""
+    """`retrace(parameters)` captures the last call anew, with gradients for exactly these parameters.
+
+    meet_to_save: lets all ranks come together to gather an optimizer's state.
+    """
 
     def __init__(
         self, accumulators: Accumulators, integrity: Integrity, simulated: int | None = None
@@ -33,6 +37,7 @@ class Catalogue:
         self.latest: StepProtocol | None = None
         self.uncaptured: list[StepProtocol] = []
         self.retrace: Retrace = lambda parameters: None
+        self.meet_to_save: Callable[[], None] = lambda: None
         self._accumulators, self._simulated = accumulators, simulated
         self._integrity = integrity
         self._by_structure: dict[tuple[Any, ...], CapturedStep] = {}
@@ -67,6 +72,7 @@ class Catalogue:
         )
         if capture.weighed and options.reduction != "weighted" and not self.captures:
             warn_user(f'micro_batch_weight has no effect with reduction="{options.reduction}"')
+        divide(facts, self.meet_to_save)
         sums.make_room(facts, options)
         self.captures.append(captured)
         self._by_structure[key] = captured

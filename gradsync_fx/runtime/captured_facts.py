@@ -66,6 +66,8 @@ class CapturedFacts:
         leaf_parts, update_parts = find_parts(capture, regions, options)
         buckets = find_buckets(capture, regions, setting, options, leaf_parts)
         real = isinstance(setting.group, ProcessGroup)  # none of simulated ranks are asked for
+        if options.shard_optimizer and setting.group is not None:
+            _check_reduced_here(capture, regions)
         return cls(
             capture=capture,
             options=options,
@@ -104,6 +106,23 @@ class CapturedFacts:
             if bucket.reduction.group == name
             for leaf in bucket.leaves
         )
+
+    @property
+    def shares(self) -> bool:
+        """Whether updates are shared out among the ranks."""
+        return self.options.shard_optimizer and self.setting.group is not None
+
+    @property
+    def simulated(self) -> bool:
+        """Whether its ranks are not there."""
+        group = self.setting.group
+        return group is not None and not isinstance(group, ProcessGroup)
+
+    @property
+    def shared_parameters(self) -> frozenset[int]:
+        """By id: those that are `reduced`."""
+        names, leaves = self.reduced, self.capture.step.leaves.values()
+        return frozenset(id(leaf.parameter) for leaf in leaves if leaf.name in names)
 
     @property
     def updates(self) -> bool:
@@ -151,6 +170,18 @@ class CapturedFacts:
 def runs_behind(parameters: Iterable[torch.Tensor]) -> bool:
     """Whether programs of these are queued, and run behind the host."""
     return any(p.device.type != "cpu" for p in parameters)
+
+
+def _check_reduced_here(capture: Capture, regions: Regions) -> None:
+    """Raises `CaptureError` for gradients that the step itself reduces in a tensor of its own making."""
+    if regions.hand_flat:
+        name = capture.step.leaves[min(regions.hand_flat)].name
+        raise CaptureError(
+            f"shard_optimizer=True, gradient of {name!r}",
+            seen="the step puts it into a tensor with others, and reduces that itself, to every rank as a whole",
+            wanted="gradients that are reduced here, each piece to the rank that updates it",
+            fix="leave that reduction out of the step, or shard_optimizer",
+        )
 
 
 def _weighing(capture: Capture, regions: Regions, options: Options) -> Weighing | None:

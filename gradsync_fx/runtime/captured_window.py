@@ -67,6 +67,7 @@ class MicroStep:
         if executor.window.pending == 0 or captured is not executor.catalogue.latest:
             parameters = captured.objects.parameters
             executor.accumulators.check_trainable(parameters, executor.next_place())
+            captured.programs.check_shares()
         executor.catalogue.latest = captured
         closing = executor.closing(captured)
         if closing:

@@ -22,8 +22,10 @@ from gradsync_fx.comm.rendezvous import (
     Line,
     Meeting,
     Position,
+    check_same_kind,
     check_same_layout,
     check_same_window,
+    saving,
 )
 from gradsync_fx.comm.replica_check import check_replicas
 from gradsync_fx.options import Options
@@ -61,6 +63,7 @@ class Executor:
         self.accumulators = Accumulators(len(options.steps))
         self.integrity = Integrity()
         self.catalogue = Catalogue(self.accumulators, self.integrity, simulated)
+        self.catalogue.meet_to_save = self.meet_to_save
         self.buffers = ModuleBuffers(self.catalogue)
         self.drift = Drift()
         self.saved: WindowState | None = None
@@ -187,12 +190,24 @@ class Executor:
         with self.integrity.among_ranks(alone=self._line.group is None):
             self.drift.compare(self._line)
             meeting = self._line.meet(mine)
+            check_same_kind(meeting)
             self._agreement.check(self._line, meeting, step.collectives)
             check_same_window(meeting)
             self.buffers.follow(self._line, meeting)
             if meeting.someone_runs and self.options.sync_each_batch:
                 check_same_layout(meeting)
         return meeting
+
+    def meet_to_save(self) -> None:
+        """Lets all ranks come together to gather an optimizer's state. Raises where some are elsewhere."""
+        self.settle()
+        window = self.window
+        line = Line(self.catalogue.captures[0].setting.group, self.options.rank_timeout)
+        self.drift.compare(line)
+        mine = saving(
+            max(self.options.steps), window.pending, window.optimizer_step, len(window.parts)
+        )
+        check_same_kind(line.meet(mine))
 
     def ending(self, meeting: Meeting, after: WindowState) -> Ending:
         """What a step is given to end the window in which these ranks met."""

@@ -27,12 +27,14 @@ from gradsync_fx.lowering.artifacts import artifact
 from gradsync_fx.lowering.lower import Compiled, decompositions, lower
 from gradsync_fx.optim.binding import Binding, left_as_they_are
 from gradsync_fx.optim.opaque import Opaque
+from gradsync_fx.optim.shares import refuse_divided, refuse_opaque, shares_of
 from gradsync_fx.optim.update import Update
 from gradsync_fx.passes import build
 from gradsync_fx.passes.stages import in_stages
 from gradsync_fx.passes.update import update_key
 from gradsync_fx.planning.plan import Plan
 from gradsync_fx.runtime.captured_facts import CapturedFacts
+from gradsync_fx.runtime.sharing import pieces_of
 from gradsync_fx.runtime.window import NONE
 
 
@@ -93,8 +95,10 @@ class ProgramCache:
             state_tensors={},
             wire_dtype=facts.setting.wire_dtype,
             sync_each_batch=facts.options.sync_each_batch,
+            rank=facts.setting.rank,
         )
         self.bindings = _bind(facts)
+        self._divides = False
         self.journal = Journal()
         self.by_name: dict[str, Program] = {}
         self.compile_seconds: dict[str, float] = {}
@@ -133,10 +137,16 @@ class ProgramCache:
     def masked(self, closing: frozenset[int]) -> CompiledProgram | None:
         """The boundary program where it masks an empty window, compiled; None for an update that makes state."""
         _, traced = self._select(closing, False, False)
-        if any(isinstance(u, Opaque) or u.created for u in traced.values()):
+        if any(isinstance(u, Opaque) or u.makes_state for u in traced.values()):
             return None
         found = self.compiled(closing)
         return found if found.program.masked else None
+
+    def check_shares(self) -> None:
+        """Before the first call: raises `ShareError` where updates cannot be shared out as asked."""
+        if self._facts.shares and not self._divides:
+            refuse_opaque(binding.trace() for binding in self.bindings.values())
+            self._divides = True
 
     def build(self, closing: frozenset[int], *, tail: bool = False) -> Program:
         """The program before lowering."""
@@ -148,6 +158,8 @@ class ProgramCache:
         """The key of a program, and the updates that are traced for it. What was built keeps its updates alive, so
         that no other ever has their ids."""
         traced = {n: b.trace() for n, b in self.bindings.items() if b.part in closing}
+        if self._facts.shares:
+            refuse_opaque(traced.values())
         return (closing, tail, by_name, *map(id, traced.values())), traced
 
     def _build(self, key: tuple[Any, ...], traced: dict[str, Update | Opaque]) -> BuiltProgram:
@@ -163,6 +175,7 @@ class ProgramCache:
                 opaque=opaque,
                 state_tensors={n: self.bindings[n].state_tensors(u) for n, u in updates.items()},
                 masked=bool(closing) and not tail and not opaque and self._facts.masks,
+                pieces=pieces_of(self._facts, [self.bindings[n] for n in updates]),
             )
             name = self._name(closing, tail)
             program = build(name, plan, self._facts.capture.fake_mode, self.journal, tail=tail)
@@ -201,4 +214,12 @@ def _bound(node: Node, part: int, facts: CapturedFacts) -> Binding:
     handle, which = node.args[0], node.args[1]
     optimizer = facts.capture.optimizers[handle]  # type: ignore[index]
     given = str(argument(node, 4))
-    return Binding(optimizer, tuple(which), given, decompositions(facts.options), part)  # type: ignore[arg-type]
+    shares, shared = None, frozenset[int]()
+    if facts.shares:
+        rank, world = facts.setting.rank, facts.setting.world
+        shares = shares_of(optimizer, rank, world, simulated=facts.simulated)
+        shared = facts.shared_parameters
+    else:
+        refuse_divided(optimizer)
+    table = decompositions(facts.options)
+    return Binding(optimizer, tuple(which), given, table, part, shares, shared)  # type: ignore[arg-type]
