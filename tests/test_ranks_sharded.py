@@ -105,6 +105,18 @@ def test_what_cannot_be_divided_is_refused_by_name(ranks: Ranks, name: str, seen
         assert all(unchanged)
 
 
+def test_what_is_sent(ranks: Ranks) -> None:
+    """Sums to those who need them, one gather for all norms, and the parameters back; nothing in a micro-step."""
+    first, second = ranks(sharded.collectives)
+    assert first == second
+    assert first["accumulate"] == []
+    for name in ("boundary", "tail"):
+        sent = [one for one in first[name] if one != "wait_tensor"]
+        buckets = sent.count("all_to_all_single")
+        assert buckets > 1
+        assert sent == ["all_to_all_single"] * buckets + ["all_gather_into_tensor"] * (buckets + 1)
+
+
 @pytest.mark.parametrize("name", ["AdamW", "Adafactor", "Muon"])
 def test_states_go_both_ways(ranks: Ranks, name: str) -> None:
     for found in ranks(sharded.states, name):

@@ -681,6 +681,22 @@ def checked(rank: int) -> tuple[bool, bool]:
     return first, bool(step.self_check(model, optimizer, x[rank], y[rank]))
 
 
+def collectives(rank: int) -> dict[str, list[str]]:
+    """Those of each program of a clipped step, in their order."""
+    model = net()
+    optimizer = made("AdamW", model)
+    step = quick(clipped(2.0), 2, shard_optimizer=True, bucket_cap_mb=0.005)
+    x, y = batches(2)
+    for _ in range(2):
+        step(model, optimizer, x[rank], y[rank])
+    step(model, optimizer, x[rank], y[rank])
+    step.flush()
+    return {
+        name: [str(n.target).split(".")[1] for n in module.graph.nodes if "_c10d" in str(n.target)]
+        for name, module in step.programs.items()
+    }
+
+
 def wires(rank: int, dtype: torch.dtype, shard: bool) -> list[Tensor]:
     """Parameters after four windows with a narrow wire; shard False and float32 are the reference."""
     model = net()
