@@ -107,6 +107,7 @@ try:
     from torch._inductor import config as inductor_config
     from torch._inductor import list_mode_options
     from torch._inductor import utils as inductor_utils
+    from torch._inductor.codegen.cpp import CppScheduling
     from torch._inductor.compile_fx import (
         _recursive_joint_graph_passes as inductor_joint_passes,
     )
@@ -142,6 +143,7 @@ try:
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves, tree_map_only
+    from torch.utils._sympy.functions import FloorDiv
     from torch.utils._sympy.interp import sympy_interp
     from torch.utils._sympy.reference import PythonReferenceAnalysis as PlainArithmetic
 except ImportError as missing:
@@ -220,6 +222,7 @@ NEEDED: tuple[tuple[Any, str], ...] = (
     (DebuggingVariable, "call_function"),
     (CollectiveFunctionRewriteVariable, "call_function"),
     (inductor_comms, "contains_collective"),
+    (CppScheduling, "try_loop_split"),
     (LoggingLoggerVariable, "call_method"),
     (nn.utils.clip_grad, "_get_total_norm"),
     (nn.utils.clip_grad, "_clip_grads_with_norm_"),
@@ -252,6 +255,26 @@ def in_order_with_collectives(started: Any) -> AbstractContextManager[Any]:
         return plain(node, *args)
 
     return mock.patch.object(inductor_comms, "contains_collective", contains)
+
+
+def loops_split_evenly() -> AbstractContextManager[Any]:
+    """Has Inductor split a loop by the divisor of an index only where nothing remains: it leaves the rest undone.
+
+    Seen in 2.13 with a piece of a flattened matrix that ends within a row.
+    """
+    plain: Any = CppScheduling.try_loop_split
+
+    def split(self: Any, nodes: Any) -> Any:
+        for node in nodes:
+            _, body, _ = node.node.get_default_sizes_body()
+            for index in body.indexing_exprs.values():
+                for divided in index.find(FloorDiv) if hasattr(index, "find") else ():
+                    number, divisor = divided.args
+                    if number in body.iter_vars and body.var_ranges[number] % divisor != 0:
+                        return nodes
+        return plain(self, nodes)
+
+    return mock.patch.object(CppScheduling, "try_loop_split", split)
 
 
 def is_recorded(node: Any) -> bool:

@@ -25,6 +25,17 @@ import gradsync_fx
 """
 
 
+def test_a_loop_over_part_of_a_row_is_not_split() -> None:
+    """Inductor splits loops by the divisor of an index, and leaves out what remains."""
+
+    def cut(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return (x / scale).reshape(-1)[:1056] + 1  # 16 rows and a half
+
+    x, scale = torch.randn(33, 64), torch.rand(33, 1) + 1
+    with _torch.loops_split_evenly():
+        torch.testing.assert_close(torch.compile(cut)(x, scale), cut(x, scale))
+
+
 def test_a_missing_name_is_reported_with_both_versions() -> None:
     class Owner:
         pass

@@ -24,6 +24,7 @@ from gradsync_fx._torch import (
     inductor_joint_passes,
     list_mode_options,
     lookup_backend,
+    loops_split_evenly,
     select_decomp_table,
     tracing,
 )
@@ -198,6 +199,7 @@ def _compiled(
         inductor_globals.set_fake_mode(fake_mode),
         inductor_config.patch(how.settings),
         in_order_with_collectives(START_SUMS),
+        loops_split_evenly(),
     ):
         module = inductor_joint_passes(module)
         (out,) = module.graph.find_nodes(op="output")

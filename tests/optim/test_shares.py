@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -43,7 +45,7 @@ def test_a_state_is_cut_once() -> None:
     shares.pieces = {0: split, 1: Portion.whole(3, 0, 2)}
     whole = torch.arange(100.0).view(10, 10)
     step = torch.tensor(3.0)
-    state = {
+    state: dict[int, dict[str, Any]] = {
         0: {"step": step, "m": whole, "rate": 0.5},
         1: {"step": step, "m": torch.ones(3)},
     }
