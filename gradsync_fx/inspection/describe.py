@@ -92,6 +92,7 @@ def describe(
             captured.facts.names,
             captured.facts.setting.wire_dtype,
             options,
+            shares=captured.facts.shares,
         ),
         warnings=remarks(captures, options),
         unused_parameters=tuple(

@@ -32,6 +32,7 @@ def remarks(captures: Sequence[CapturedStep], options: Options) -> tuple[str, ..
 
 def _of(captured: CapturedStep, options: Options) -> Iterator[str]:
     yield from _nothing_removed(captured, options)
+    yield from _nothing_shared_out(captured, options)
     yield from _unsynchronised(captured)
     yield from _divided_twice(captured, options)
     yield from _no_sync(captured)
@@ -62,6 +63,11 @@ def _nothing_removed(captured: CapturedStep, options: Options) -> Iterator[str]:
             )
         elif not grouped and not captured.facts.regions.hand_flat:
             yield f"0 gradient collectives removed although world size is {world} and k is {k or 'manual'}"
+
+
+def _nothing_shared_out(captured: CapturedStep, options: Options) -> Iterator[str]:
+    if options.shard_optimizer and not captured.facts.shares:
+        yield "shard_optimizer=True has no effect on one rank: it keeps all of the state, and makes the whole update"
 
 
 def _unsynchronised(captured: CapturedStep) -> Iterator[str]:

@@ -24,12 +24,18 @@ def scale(
     names: Collection[str],
     wire: torch.dtype | None,
     options: Options,
+    *,
+    shares: bool = False,
 ) -> Scale:
-    """What the window's sums are divided by, and their dtypes on the way."""
+    """What the window's sums are divided by, and their dtypes on the way. shares: each rank gets its pieces alone."""
+    formula = FORMULAS[options.reduction]
+    if shares and not options.sync_each_batch:
+        formula = formula.replace("all-reduce(sum of g)", "reduce-scatter(sum of g)")
+        formula = formula.replace("all-reduce(sum of w g)", "reduce-scatter(sum of w g)")
     accumulators = tuple(dict.fromkeys(dtype_name(sums[n].dtype) for n in names if n in sums))
     return Scale(
         reduction=options.reduction,
-        formula=FORMULAS[options.reduction],
+        formula=formula,
         accumulator_dtypes=accumulators,
         wire_dtypes=(dtype_name(wire),) if wire is not None else accumulators,
     )
