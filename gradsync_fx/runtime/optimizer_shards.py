@@ -55,8 +55,8 @@ class OptimizerShards:
         if loaded != [len(group["params"]) for group in groups]:
             raise StateError(
                 f"OptimizerShards({type(self._optimizer).__name__})",
-                seen=f"the state has groups of {loaded} parameters",
-                wanted=f"groups of {[len(group['params']) for group in groups]}",
+                seen=f"parameters by group: {loaded} in the state",
+                wanted=f"{[len(group['params']) for group in groups]}, as in the optimizer",
                 fix="load it into the optimizer that it was saved of",
             )
         flat, here = self._shares.parameters(), self._state()
