@@ -84,17 +84,22 @@ class Options:
             raise _bad("without", left_out, "a collection of names: " + ", ".join(OPTIMIZATIONS))
         if self.dynamic is not None and not isinstance(self.dynamic, bool):
             raise _bad("dynamic", self.dynamic, "None, True or False")
-        if self.shard_optimizer and self.on_unsupported == "eager":
-            raise OptionError(
-                "arguments 'shard_optimizer' and 'on_unsupported'",
-                seen='shard_optimizer=True with on_unsupported="eager", whose windows divide nothing among ranks',
-                wanted='shard_optimizer with on_unsupported="error"',
-                fix="leave one of them out",
-            )
         _check_group(self.process_group)
         _check_mesh(self.device_mesh)
+        self._check_shards()
         _check_backend(self.backend)
         _check_inductors(self.backend, self.mode, self.options)
+
+    def _check_shards(self) -> None:
+        """What does not go together with `shard_optimizer`."""
+        if not self.shard_optimizer:
+            return
+        if self.on_unsupported == "eager":
+            raise _not_together(
+                "on_unsupported", "windows that run eagerly divide nothing among ranks"
+            )
+        if self.device_mesh is not None:
+            raise _not_together("device_mesh", "pieces of sums are sent in one level")
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Options:
@@ -196,6 +201,15 @@ def _check_group(group: object) -> None:
             wanted="None or a torch.distributed.ProcessGroup of this rank's own",
             fix="pass what dist.new_group(...) returned, on its members only; or leave it out",
         )
+
+
+def _not_together(name: str, why: str) -> OptionError:
+    return OptionError(
+        f"arguments 'shard_optimizer' and {name!r}",
+        seen=f"both are given, and {why}",
+        wanted="one of the two",
+        fix="leave the other one out",
+    )
 
 
 def _check_mesh(mesh: object) -> None:

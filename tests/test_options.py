@@ -57,6 +57,15 @@ def test_illegal_values(name: str, value: Any) -> None:
     assert caught.value.fix
 
 
+def test_updates_are_not_shared_out_in_eager_windows() -> None:
+    with pytest.raises(OptionError, match="'shard_optimizer' and 'on_unsupported'") as caught:
+        Options.of({"shard_optimizer": True, "on_unsupported": "eager"})
+    assert "leave the other one out" in caught.value.fix
+    Options.of({"shard_optimizer": True})
+    with pytest.raises(OptionError, match="shard_optimizer"):
+        Options.of({"shard_optimizer": 1})
+
+
 def test_an_unknown_name_lists_the_legal_ones() -> None:
     with pytest.raises(OptionError, match="did you mean 'bucket_cap_mb'") as caught:
         Options.of({"bucket_cap": 1})
