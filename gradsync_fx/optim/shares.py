@@ -297,6 +297,6 @@ def _another_kind(update: Update, i: int) -> ShareError:
         f"shard_optimizer=True, {type(update.optimizer).__name__}.step",
         seen=f"its update of parameter {i} worked element by element, and looks at the whole tensor by now",
         wanted="an update of one kind, as its state lies where that needs it",
-        fix="set what changed before the first update; or take optimizer.state_dict() on all ranks, and load it into a "
-        "new optimizer",
+        fix="set what changed before the first update; or load optimizer.state_dict(), which all ranks call, into a "
+        "new optimizer, and optimize the step anew for it",
     )
