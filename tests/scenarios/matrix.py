@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -224,9 +225,18 @@ def options_of(row: Row) -> dict[str, Any]:
         "bucket_cap_mb": row["bucket_cap_mb"],
         "accumulator_dtype": DTYPES.get(row["accumulator_dtype"]),
         "reduce_dtype": DTYPES.get(row["reduce_dtype"]),
+        "shard_optimizer": row["divided"] == "updates",
+        "device_mesh": mesh_of(row),
         "without": tuple(filter(None, [row["without"]])),
         "backend": row.get("backend", "inductor"),
     }
+
+
+def mesh_of(row: Row) -> DeviceMesh | None:
+    """All ranks inside of one machine, or each a machine."""
+    world = dist.get_world_size()
+    shapes = {"inside": (1, world), "between": (world, 1)}
+    return init_device_mesh("cpu", shapes[row["divided"]]) if row["divided"] in shapes else None
 
 
 def ours(row: Row, rank: int, events: list[Event], model: nn.Module) -> list[list[Tensor]]:
@@ -325,6 +335,7 @@ def combination(rank: int, row: Row) -> dict[str, Any]:
     torch.manual_seed(0)
     model = MODELS[row["model"]]()
     events = run_of(row, world)
+    start = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     with warnings.catch_warnings():
         for known in EXPECTED:
             warnings.filterwarnings("ignore", f".*{known}")
@@ -339,5 +350,5 @@ def combination(rank: int, row: Row) -> dict[str, Any]:
     flat = torch.cat([p.reshape(-1) for p in got[-1]])
     others = [torch.empty_like(flat) for _ in range(world)]
     dist.all_gather(others, flat)
-    moved = (flat - torch.cat([p.reshape(-1) for p in got[0]])).abs().max().item()
+    moved = (flat - start).abs().max().item()
     return {"off": off, "alike": all(torch.equal(flat, o) for o in others), "moved": moved}
