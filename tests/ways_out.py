@@ -19,6 +19,7 @@ class Untried:
 
 STEPS = "tests/test_ways_out_of_steps.py::test_"
 WINDOWS = "tests/test_ways_out_of_windows.py::test_"
+SHARDS = "tests/test_ways_out_of_shards.py::test_"
 FAULT = Untried("a fault of the package: no step is known that has it")
 WAYS_OUT: dict[str, str | Untried] = {
     "_torch.py:check_version install a tested torch,": (
@@ -46,6 +47,32 @@ WAYS_OUT: dict[str, str | Untried] = {
         "tests/test_options.py::test_a_rank_outside_of_the_group_is_told_so"
     ),
     'options.py:_check_mesh init_device_mesh("cpu",': "tests/test_two_levels.py::test_the_numbers_of_one_level",
+    "comm/rendezvous.py:check_same_kind with shard_optimizer=Tru": SHARDS
+    + "a_state_is_asked_for_by_every_rank",
+    "optim/shares.py:_another_kind set what changed before": SHARDS
+    + "another_kind_of_update_takes_a_new_optimizer",
+    "optim/shares.py:_over_several leave shard_optimizer ou": SHARDS
+    + "what_does_not_go_together_is_left_out",
+    "optim/shares.py:refuse_opaque leave shard_optimizer ou": SHARDS
+    + "what_does_not_go_together_is_left_out",
+    "optim/shares.py:refuse_divided pass shard_optimizer=Tru": (
+        "tests/test_ranks_sharded.py::test_states_go_both_ways"
+    ),
+    "optim/shares.py:shares_of make a new optimizer, an": SHARDS
+    + "another_group_of_ranks_takes_a_new_optimizer",
+    "options.py:_not_together leave the other one out": (
+        "tests/test_two_levels.py::test_the_numbers_of_one_level"
+    ),
+    "runtime/captured_facts.py:_check_reduced_here leave that reduction out": SHARDS
+    + "what_does_not_go_together_is_left_out",
+    "runtime/optimizer_shards.py:OptimizerShards.__init__ call step.prepare(...) w": SHARDS
+    + "pieces_are_of_an_optimizer_that_is_divided",
+    "runtime/optimizer_shards.py:OptimizerShards.load_state_dict load it into the optimiz": SHARDS
+    + "pieces_are_of_an_optimizer_that_is_divided",
+    "runtime/sharing.py:_Divided._check_alike load the same state on e": SHARDS
+    + "a_state_is_loaded_on_every_rank",
+    "runtime/sharing.py:divide leave that method out, o": SHARDS
+    + "what_does_not_go_together_is_left_out",
     "planning/levels.py:_unfit": "tests/test_two_levels.py::test_the_numbers_of_one_level",
     'options.py:_check_backend leave it out for "induct': (
         "tests/test_options.py::test_this_package_lowers_no_programs"
