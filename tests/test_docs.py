@@ -29,6 +29,7 @@ EXAMPLES = (
     "token_weighted.py",
     "resume_mid_window.py",
     "private_digits.py",
+    "sharded_optimizer.py",
 )
 # What these two print in the end; they look at steps, and train nothing.
 LOOKING = {"inspect_step.py": "speed-up", "diagnose_loop.py": "looks right"}
@@ -157,6 +158,7 @@ def check(name: str, printed: str, *, quick: bool = True) -> None:
         "finetune_bert.py": rf"epoch {1 if quick else 6}: loss \d\.\d+, ",
         "token_weighted.py": r'reduction="mean": \d',
         "private_digits.py": rf"epoch {2 if quick else 8}: test accuracy 0\.[5-9]",
+        "sharded_optimizer.py": r"with and without are 0 apart",
         "resume_mid_window.py": rf"after call {12 if quick else 60}: bitwise",
     }
     assert len(re.findall(last[name], printed)) == 1, printed
