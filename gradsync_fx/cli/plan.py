@@ -14,8 +14,9 @@ from rich.text import Text
 from gradsync_fx._torch import tree_leaves, tree_map_only
 from gradsync_fx.cli.factory import Made, Request, Tell, made, told
 from gradsync_fx.cli.problems import REFUSED, USAGE, Problem
+from gradsync_fx.errors import GradSyncError
 from gradsync_fx.explanation import captured
-from gradsync_fx.inspection.capacity import Choice, Measure, best, choices, measure
+from gradsync_fx.inspection.capacity import Choice, Measure, Measures, best, choices, measure
 from gradsync_fx.inspection.text import binary, seconds_text
 from gradsync_fx.options import Options
 from gradsync_fx.wording import number_of
@@ -60,19 +61,33 @@ def make_plan(request: Request, wanted: Wanted, tell: Tell) -> tuple[Choice, ...
         own = _micro_batch(request, first)
         small = max(2, own)  # torch makes a special case of 1
 
-        def measured(size: int) -> Measure:
-            tell(f"capturing a micro-batch of {size}")
-            step, args, kwargs = _resized(call, first, own, size)
-            return _measured(request, step, args, kwargs, size)
+        def measured(*, shard: bool) -> Measures:
+            def at(size: int) -> Measure:
+                how = ", its update shared out" if shard else ""
+                tell(f"capturing a micro-batch of {size}{how}")
+                step, args, kwargs = _resized(call, first, own, size)
+                return _measured(request, step, args, kwargs, size, shard=shard)
 
-        one, two = measured(small), measured(2 * small)
-        samples = wanted.global_batch // (request.world_size or 1)
+            return at(small), at(2 * small)
+
+        ranks, sharded = request.world_size or 1, None
+        both = measured(shard=False)
+        if ranks > 1 and not request.options.get("shard_optimizer"):
+            try:
+                sharded = measured(shard=True)
+            except Problem as problem:  # an update that cannot be shared out has no such column
+                if not isinstance(problem.__cause__, GradSyncError):
+                    raise
+        samples = wanted.global_batch // ranks
         with told(request.target, first[0]):
-            return choices(one, two, samples, wanted.memory, request.hardware)
+            return choices(both, sharded, samples, wanted.memory, request.hardware)
 
 
-def _measured(request: Request, step: Any, args: Any, kwargs: Any, size: int) -> Measure:
-    options = Options.of({**request.options, "gradient_accumulation_steps": 2})
+def _measured(
+    request: Request, step: Any, args: Any, kwargs: Any, size: int, *, shard: bool
+) -> Measure:
+    given = {**request.options, "gradient_accumulation_steps": 2}
+    options = Options.of(given | ({"shard_optimizer": True} if shard else {}))
     ranks = request.world_size or 1
     with told(request.target, step), captured(step, args, kwargs, options, ranks) as found:
         closing = [c for c in found._executor.catalogue.captures if c.updates]
@@ -129,6 +144,7 @@ def to_table(found: tuple[Choice, ...], wanted: Wanted, request: Request) -> Ren
         "temporary",
         "peak",
         "of memory",
+        "peak, sharded",
         "window",
         "samples/s",
     ):
@@ -142,6 +158,7 @@ def to_table(found: tuple[Choice, ...], wanted: Wanted, request: Request) -> Ren
             binary(choice.temporaries),
             binary(choice.peak),
             f"{100 * choice.peak / wanted.memory:.0f} %",
+            "-" if choice.sharded is None else binary(choice.sharded),
             seconds_text(choice.window),
             f"{choice.rate:,.0f}",
             style="bold" if choice is chosen else "" if choice.fits else "dim",

@@ -24,13 +24,15 @@ from gradsync_fx.runtime.window import NONE
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One micro-batch. k: micro-steps for the global batch. held, temporaries, peak: bytes of one rank. fits: whether
-    peak is within the memory. window: seconds, estimated. rate: samples of the global batch in a second."""
+    """One micro-batch. k: micro-steps for the global batch. held, temporaries, peak: bytes of one rank. sharded: the
+    peak with shard_optimizer=True; None on one rank, and where that is refused. fits: whether peak is within the
+    memory. window: seconds, estimated. rate: samples of the global batch in a second."""
 
     micro_batch: int
     k: int
     held: int
     temporaries: int
+    sharded: int | None
     fits: bool
     window: float
     rate: float
@@ -60,31 +62,45 @@ def measure(captured: CapturedStep, micro_batch: int) -> Measure:
     return Measure(micro_batch, held_by(captured, programs), graphs, load_of(captured))
 
 
+Measures = tuple[Measure, Measure]
+
+
 def choices(
-    small: Measure, large: Measure, samples: int, memory: int, hardware: Hardware
+    both: Measures, sharded: Measures | None, samples: int, memory: int, hardware: Hardware
 ) -> tuple[Choice, ...]:
     """One for each divisor of `samples`, those of one rank in a window; smallest micro-batch first.
 
+    both: at a small micro-batch and at a larger one. sharded: the same with the updates shared out among the ranks.
     Raises `CaptureError` where the two graphs are not the same: then a size in between may have a third one.
     """
-    _check_alike(small, large)
+    for pair in (both, sharded):
+        if pair is not None:
+            _check_alike(*pair)
     found = []
     for micro_batch in (n for n in range(1, samples + 1) if samples % n == 0):
         k = samples // micro_batch
-        held = sum(
-            round(_between(small, large, micro_batch, small.held[kind], large.held[kind]))
-            for kind in small.held
-        )
-        temporaries = max(
-            peak_of(one, _sizes(one, two, small, large, micro_batch)).bytes
-            for one, two in zip(small.graphs, large.graphs, strict=True)
-        )
-        load = _load(small, large, micro_batch)
+        held, temporaries = _bytes(both, micro_batch)
+        load = _load(*both, micro_batch)
         window = predict(load, k, hardware).window
         rate = samples * load.ranks / window if window else 0.0
         fits = held + temporaries <= memory
-        found.append(Choice(micro_batch, k, held, temporaries, fits, window, rate))
+        less = None if sharded is None else sum(_bytes(sharded, micro_batch))
+        found.append(Choice(micro_batch, k, held, temporaries, less, fits, window, rate))
     return tuple(found)
+
+
+def _bytes(both: Measures, micro_batch: int) -> tuple[int, int]:
+    """What is held, and the most that a program takes beside that."""
+    small, large = both
+    held = sum(
+        round(_between(small, large, micro_batch, small.held[kind], large.held[kind]))
+        for kind in small.held
+    )
+    temporaries = max(
+        peak_of(one, _sizes(one, two, small, large, micro_batch)).bytes
+        for one, two in zip(small.graphs, large.graphs, strict=True)
+    )
+    return held, temporaries
 
 
 def best(found: Sequence[Choice]) -> Choice | None:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -97,6 +98,28 @@ def test_a_size_between_is_that_of_its_own_capture(
         assert report.memory is not None
         assert rows[size]["held"] == sum(report.memory.held.values())
         assert rows[size]["temporaries"] == max(p.temporaries for p in report.memory.programs)
+
+
+def test_the_peak_of_shared_updates_is_that_of_its_own_capture(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = (f"{file}:factory", "--global-batch", "64", "--memory", "1GB", "--json", "-")
+    _, text = run(*given, "--world-size", "2")
+    rows = {r["micro_batch"]: r for r in json.loads(text)["choices"]}
+    spec = importlib.util.spec_from_file_location("train_of_a_sharded_plan", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # Dynamo looks it up
+    spec.loader.exec_module(module)
+    step, args = module.made(16)
+    options: dict[str, Any] = {"shard_optimizer": True, "world_size": 2}
+    report = gradsync_fx.explain(step, *args, gradient_accumulation_steps=2, **options)
+    assert report.memory is not None
+    assert rows[16]["sharded"] == report.memory.peak
+    assert report.memory.held["state"] < 0.6 * rows[16]["held"]
+    _, text = run(*given)
+    assert {r["sharded"] for r in json.loads(text)["choices"]} == {None}, "one rank"
 
 
 def test_a_factory_that_takes_the_micro_batch_is_asked_for_it(file: Path) -> None:
