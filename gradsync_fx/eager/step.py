@@ -231,7 +231,7 @@ class EagerStep:
                 # float16 ends at 65504: divided before it is sent, then.
                 first = wire is torch.float16
                 sent = (flat / divisor if first else flat).to(wire)
-                if self.setting.levels is not None and group is self.setting.group:
+                if self.setting.levels is not None:
                     self.setting.levels.allreduce([sent]).wait()
                 else:
                     dist.all_reduce(sent, group=group)

@@ -226,10 +226,11 @@ class Binding:
 
     def numbers_held(self, update: Update) -> Callable[[], None]:
         """Puts back the numbers that `commit` will change: for an update that turns out to have been none."""
+        state = self.state()
+        places = [self._owner(place, state) for places in update.number_out for place in places]
         held = [
             (owner, key, owner[key].clone() if isinstance(owner[key], torch.Tensor) else owner[key])
-            for place in (p for places in update.number_out for p in places)
-            for owner, key in [self._owner(place, self.state())]
+            for owner, key in places
             if key in owner
         ]
 

@@ -15,7 +15,7 @@ from gradsync_fx.comm.flat_buffers import stretches
 from gradsync_fx.ir import ops
 from gradsync_fx.ir.builder import Draft
 from gradsync_fx.passes.scatter import scatter
-from gradsync_fx.passes.sums import cast
+from gradsync_fx.passes.sums import as_pairs, cast, shaped
 from gradsync_fx.planning.plan import Bucket, Plan
 
 
@@ -60,7 +60,7 @@ def reduce_bucket(
         return _scattered(draft, plan, bucket, terms, wire_dtype, scale)
     with draft.after(*terms, *after, *(scale.nodes if scale else ())):
         sent = terms if scale is None else [_times(draft, t, scale.factor) for t in terms]
-        pairs = [_pairs(draft, t) for t in sent]
+        pairs = [as_pairs(draft, t) for t in sent]
         wire = [cast(draft, p, wire_dtype) for p in pairs]
         counts = [w.meta["val"].numel() for w in wire]
         one = [draft.form(w.meta["val"], shape=[n]) for w, n in zip(wire, counts, strict=True)]
@@ -126,28 +126,16 @@ def _scattered(
     assert group is not None
     with draft.after(*terms, *(scale.nodes if scale else ())):
         sent = [t if scale is None else _times(draft, t, scale.factor) for _, t in shared]
-        pairs = [_pairs(draft, t) for t in sent]
+        pairs = [as_pairs(draft, t) for t in sent]
         pieces = [plan.pieces[leaf] for leaf, _ in shared]
         totals = scatter(draft, plan, pieces, pairs, bucket.reduction.op, group, wire_dtype)
         for (leaf, term), total in zip(shared, totals, strict=True):
             value = term.meta["val"]
             if value.is_complex():
-                size = total.meta["val"].numel() // 2
-                form = draft.form(total.meta["val"], shape=[size, 2])
-                total = draft.call_known(form, _aten.reshape.default, total, [size, 2])
-                form = draft.form(value, shape=[size])
-                total = draft.call_known(form, _aten.view_as_complex.default, total)
+                form = draft.form(value, shape=[total.meta["val"].numel() // 2])
+                total = shaped(draft, total, form)
             found[leaf] = total if scale is None else _times(draft, total, scale.inverse)
     return [found[leaf] for leaf in leaves]
-
-
-def _pairs(draft: Draft, term: Node) -> Node:
-    """A complex tensor as pairs of real numbers, in a dimension more; any other as it is."""
-    value = term.meta["val"]
-    if not value.is_complex():
-        return term
-    form = draft.form(value, shape=[*value.shape, 2], dtype=value.dtype.to_real())
-    return draft.call_known(form, _aten.view_as_real.default, term)
 
 
 def _times(draft: Draft, term: Node, factor: Node | float) -> Node:

@@ -20,7 +20,7 @@ from torch.fx import Node
 from gradsync_fx.ir import ops
 from gradsync_fx.ir.builder import Draft
 from gradsync_fx.optim.shares import Portion
-from gradsync_fx.passes.sums import cast
+from gradsync_fx.passes.sums import as_pairs, cast, shaped
 from gradsync_fx.planning.plan import Plan
 
 
@@ -166,7 +166,7 @@ def gather(
     layout = Layout(pieces, plan.world, factor)
     lengths = layout.lengths()
     longest = max(lengths)
-    lines = [_flat(draft, _real(draft, own)) for own in mine]
+    lines = [_flat(draft, as_pairs(draft, own)) for own in mine]
     parts = [
         _padded(draft, lines[i], layout.rows[i])
         if layout.numel(i) < layout.rows[i] * plan.world
@@ -200,7 +200,7 @@ def gather(
         places = layout.starts(rank)
         for i in layout.owned(rank):
             found[i] = _cut(draft, waited, begins[rank] + places[i], layout.numel(i))
-    return [_shaped(draft, found[i], value) for i, value in enumerate(forms)]
+    return [shaped(draft, found[i], value) for i, value in enumerate(forms)]
 
 
 def _table(draft: Draft, layout: Layout, waited: Node, begins: list[int]) -> Node | None:
@@ -216,29 +216,10 @@ def _table(draft: Draft, layout: Layout, waited: Node, begins: list[int]) -> Nod
     return _rows(draft, _joined(draft, rows, dim=0), columns, world)
 
 
-def _shaped(draft: Draft, flat: Node, like: torch.Tensor) -> Node:
-    if like.is_complex():
-        form = draft.form(like, shape=[*like.shape, 2], dtype=like.dtype.to_real())
-        pairs = draft.call_known(form, _aten.reshape.default, flat, [*like.shape, 2])
-        return draft.call_known(
-            draft.form(like, shape=like.shape), _aten.view_as_complex.default, pairs
-        )
-    form = draft.form(like, shape=like.shape)
-    return draft.call_known(form, _aten.reshape.default, flat, list(like.shape))
-
-
 def own_piece(draft: Draft, plan: Plan, piece: Portion, whole: Node) -> Node:
     """This rank's piece of a tensor that every rank has, flat."""
     start, end = piece.of(plan.rank)
     return _cut(draft, _flat(draft, whole), start, end - start)
-
-
-def _real(draft: Draft, node: Node) -> Node:
-    value = node.meta["val"]
-    if not value.is_complex():
-        return node
-    form = draft.form(value, shape=[*value.shape, 2], dtype=value.dtype.to_real())
-    return draft.call_known(form, _aten.view_as_real.default, node)
 
 
 def _flat(draft: Draft, node: Node) -> Node:

@@ -1,4 +1,4 @@
-"""What every pass that touches a running sum shares: its input, the add, the cast, the reset."""
+"""What every pass that touches a running sum shares: its input, the add, the cast and other forms, the reset."""
 
 from __future__ import annotations
 
@@ -24,6 +24,26 @@ def cast(draft: Draft, node: Node, dtype: torch.dtype) -> Node:
         return node
     form = draft.form(node.meta["val"], dtype=dtype)
     return draft.call_known(form, torch.ops.prims.convert_element_type.default, node, dtype)
+
+
+def as_pairs(draft: Draft, node: Node) -> Node:
+    """A complex tensor as pairs of real numbers, in a dimension more; any other as it is."""
+    value = node.meta["val"]
+    if not value.is_complex():
+        return node
+    form = draft.form(value, shape=[*value.shape, 2], dtype=value.dtype.to_real())
+    return draft.call_known(form, torch.ops.aten.view_as_real.default, node)
+
+
+def shaped(draft: Draft, flat: Node, like: torch.Tensor) -> Node:
+    """A flat tensor in the shape of `like`; of pairs, where that is complex."""
+    pairs = [*like.shape, 2] if like.is_complex() else list(like.shape)
+    form = draft.form(like, shape=pairs, dtype=like.dtype.to_real())
+    found = draft.call_known(form, torch.ops.aten.reshape.default, flat, pairs)
+    if like.is_complex():
+        form = draft.form(like, shape=like.shape)
+        found = draft.call_known(form, torch.ops.aten.view_as_complex.default, found)
+    return found
 
 
 def add_to_accumulator(draft: Draft, plan: Plan, leaf: int, term: Node) -> Node:

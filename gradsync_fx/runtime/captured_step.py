@@ -154,13 +154,12 @@ class CapturedStep:
     def _close_masked(self, ending: Ending, args: list[Any]) -> Closed:
         """One program for everything, also for a window in which nothing counts: the host learns of that later."""
         closing = ending.meeting.closing
-        put_back = self.runner.numbers_held(self.programs.compiled(closing))
         divisors = ending.divisors([1.0] * len(ending.after.parts))  # weights are the program's
         with self.side_by_side(ending.line, settled=all(p.settled for p in ending.meeting.ranks)):
             results = self.micro_step(args, closing, divisors)
-        assert self.runner.weight is not None
-        outcome = Outcome(HostCopy(self.runner.weight), put_back)
-        return Closed(results, closing, closing, outcome)
+        assert self.runner.masked is not None
+        weight, put_back = self.runner.masked
+        return Closed(results, closing, closing, Outcome(HostCopy(weight), put_back))
 
     def _close_apart(self, ending: Ending, results: list[Any]) -> Closed:
         """The tail for all that the ranks' windows hold."""

@@ -26,13 +26,13 @@ HeldTensors = dict[tuple[Kind, Any], torch.Tensor]
 
 
 class ProgramRunner:
-    """measured: calls and seconds of each program, by its name. weight: of the window that a masked program closed
-    last, on its device."""
+    """measured: calls and seconds of each program, by its name. masked: of the window that a masked program closed last
+    the weight, on its device, and what puts back the numbers that the host counted with its update."""
 
     def __init__(self, facts: CapturedFacts, programs: ProgramCache, integrity: Integrity) -> None:
         self._facts, self._programs, self._integrity = facts, programs, integrity
         self.measured: dict[str, tuple[int, float]] = {}
-        self.weight: torch.Tensor | None = None
+        self.masked: tuple[torch.Tensor, Callable[[], None]] | None = None
         self._warned: set[str] = set()
 
     @cached_property
@@ -72,12 +72,12 @@ class ProgramRunner:
         calls, seconds = self.measured.get(program.name, (0, 0.0))
         self.measured[program.name] = (calls + 1, seconds + time.perf_counter() - start)
         if program.masked:
-            self.weight = results.pop()
+            self.masked = (results.pop(), self._numbers_held(compiled))
         self._commit(compiled, results)
         return results
 
-    def numbers_held(self, compiled: CompiledProgram) -> Callable[[], None]:
-        """Puts back the numbers that the host counts with the updates of a program: call it before the program runs."""
+    def _numbers_held(self, compiled: CompiledProgram) -> Callable[[], None]:
+        """Puts back the numbers that `_commit` will change."""
         bindings, updates = self._programs.bindings, compiled.built.updates
         back = [bindings[key].numbers_held(update) for key, update in updates.items()]
 

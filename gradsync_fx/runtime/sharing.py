@@ -32,12 +32,13 @@ def pieces_of(facts: CapturedFacts, bindings: Iterable[Binding]) -> dict[int, Po
     """By leaf number: the pieces of the parameters that these updates change, where they are divided."""
     number = {id(leaf.parameter): i for i, leaf in facts.capture.step.leaves.items()}
     found: dict[int, Portion] = {}
+    shared = facts.shared_parameters
     for binding in bindings:
         if binding.shares is None:
             continue
         flat = parameters_of(binding.optimizer)
         for i in binding.which:
-            if i in binding.shares.pieces and id(flat[i]) in facts.shared_parameters:
+            if i in binding.shares.pieces and id(flat[i]) in shared:
                 found[number[id(flat[i])]] = binding.shares.pieces[i]
     return found
 

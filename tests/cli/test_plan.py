@@ -80,18 +80,24 @@ def test_the_best_that_fits_is_marked(file: Path) -> None:
     assert best == max(close, key=lambda r: r["micro_batch"])
 
 
+def imported(name: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The file as a module, for as long as the test runs."""
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # Dynamo looks it up
+    spec.loader.exec_module(module)
+    return module
+
+
 def test_a_size_between_is_that_of_its_own_capture(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """factory returns 4 samples, so 4 and 8 are captured; made is called with whatever is asked for."""
     _, text = run(f"{file}:factory", "--global-batch", "512", "--memory", "1GB", "--json", "-")
     rows = {r["micro_batch"]: r for r in json.loads(text)["choices"]}
-    spec = importlib.util.spec_from_file_location("train_of_a_plan", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, module.__name__, module)  # Dynamo looks it up
-    spec.loader.exec_module(module)
+    module = imported("train_of_a_plan", file, monkeypatch)
     for size in (2, 64):
         step, args = module.made(size)
         report = gradsync_fx.explain(step, *args, gradient_accumulation_steps=2)
@@ -106,12 +112,7 @@ def test_the_peak_of_shared_updates_is_that_of_its_own_capture(
     given = (f"{file}:factory", "--global-batch", "64", "--memory", "1GB", "--json", "-")
     _, text = run(*given, "--world-size", "2")
     rows = {r["micro_batch"]: r for r in json.loads(text)["choices"]}
-    spec = importlib.util.spec_from_file_location("train_of_a_sharded_plan", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, module.__name__, module)  # Dynamo looks it up
-    spec.loader.exec_module(module)
+    module = imported("train_of_a_sharded_plan", file, monkeypatch)
     step, args = module.made(16)
     options: dict[str, Any] = {"shard_optimizer": True, "world_size": 2}
     report = gradsync_fx.explain(step, *args, gradient_accumulation_steps=2, **options)

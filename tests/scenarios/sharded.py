@@ -225,11 +225,16 @@ def not_finite(rank: int, make: Make) -> History:
 
 
 def uneven(rank: int, make: Make) -> History:
+    return until_flushed(rank, make(clipped(2.0), 2), (5, 3)[rank])
+
+
+def until_flushed(rank: int, run: Any, count: int) -> History:
+    """After each update of a rank that makes so many calls, and then flushes."""
     model = net()
-    optimizer, run = made("AdamW", model), make(clipped(2.0), 2)
-    x, y = batches(10)
+    optimizer = made("AdamW", model)
+    x, y = batches(12)
     found = []
-    for i in range((5, 3)[rank]):
+    for i in range(count):
         run(model, optimizer, x[2 * i + rank], y[2 * i + rank])
         found += [held(model)] if run.sync_gradients else []
     run.flush(on_update=lambda: found.append(held(model)))
@@ -451,15 +456,7 @@ def complex_numbers(rank: int, make: Make) -> History:
 
 
 def each_call(rank: int, make: Make) -> History:
-    model = net()
-    optimizer, run = made("AdamW", model), make(clipped(2.0), 2, sync_each_batch=True)
-    x, y = batches(12)
-    found = []
-    for i in range((6, 4)[rank]):
-        run(model, optimizer, x[2 * i + rank], y[2 * i + rank])
-        found += [held(model)] if run.sync_gradients else []
-    run.flush(on_update=lambda: found.append(held(model)))
-    return [*found, held(model)]
+    return until_flushed(rank, make(clipped(2.0), 2, sync_each_batch=True), (6, 4)[rank])
 
 
 def summed_by_hand(rank: int, make: Make) -> History:
