@@ -15,6 +15,7 @@ from gradsync_fx.optimized_step import OptimizedStep
 from gradsync_fx.options import (
     Backend,
     Broadcasts,
+    Commit,
     Optimization,
     Options,
     ReductionKind,
@@ -44,6 +45,7 @@ def optimize(
     skip_nonfinite: bool = False,
     rank_timeout: float | None = None,
     shard_optimizer: bool = False,
+    commit: Commit | None = None,
     self_check: bool = False,
     backend: Backend = "inductor",
     mode: str | None = None,
@@ -68,6 +70,7 @@ def optimize(
     skip_nonfinite: bool = False,
     rank_timeout: float | None = None,
     shard_optimizer: bool = False,
+    commit: Commit | None = None,
     self_check: bool = False,
     backend: Backend = "inductor",
     mode: str | None = None,
@@ -110,6 +113,9 @@ def optimize(train_step: Callable[..., Any] | None = None, **options: Any) -> An
     shard_optimizer (False): each rank keeps its part of the optimizers' state and makes its part of the updates (ZeRO
         stage 1): sums go in pieces to the ranks that update them, and new parameters are gathered.
         `optimizer.state_dict()` is whole, and a call for all ranks; `optimizer.state` holds this rank's pieces.
+    commit (None): called without arguments on every rank when the reductions of an update have started; returns whether
+        that update counts. One False refuses it on all ranks: parameters and state stay as they were, and the window is
+        empty. What it raises refuses, too, and is raised on its own rank.
     self_check (False): before the first call, `step.self_check` with its arguments; raises `VerificationError`, with
         the verdict, where the captured window is not the plain eager one. Logged at INFO where it is.
     backend ("inductor"), mode, dynamic, options (None): how programs are lowered, as in `torch.compile`. "aot_eager"

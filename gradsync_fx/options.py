@@ -30,6 +30,7 @@ Optimization = Literal[
 ]
 OPTIMIZATIONS: tuple[str, ...] = get_args(Optimization)
 Backend = str | Callable[..., Any]
+Commit = Callable[[], bool]
 OURS = "gradsync"  # the backend for torch.compile: what lowers programs is another
 # Names that need no look at the list of torch's, which imports all of them.
 USUAL = ("inductor", "aot_eager", "eager")
@@ -52,6 +53,7 @@ class Options:
     skip_nonfinite: bool = False
     rank_timeout: float | None = None
     shard_optimizer: bool = False
+    commit: Commit | None = None
     self_check: bool = False
     backend: Backend = "inductor"
     mode: str | None = None
@@ -84,6 +86,10 @@ class Options:
             raise _bad("without", left_out, "a collection of names: " + ", ".join(OPTIMIZATIONS))
         if self.dynamic is not None and not isinstance(self.dynamic, bool):
             raise _bad("dynamic", self.dynamic, "None, True or False")
+        if self.commit is not None and not callable(self.commit):
+            raise _bad(
+                "commit", self.commit, "None or a callable without arguments that returns a bool"
+            )
         _check_group(self.process_group)
         _check_mesh(self.device_mesh)
         self._check_shards()
@@ -165,6 +171,7 @@ class BackendOptions(TypedDict, total=False):
     skip_nonfinite: bool
     rank_timeout: float | None
     shard_optimizer: bool
+    commit: Commit | None
     self_check: bool
     backend: Backend
     mode: str | None

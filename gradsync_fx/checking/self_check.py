@@ -179,11 +179,14 @@ def _copied(function: Callable[..., Any], args: Any, kwargs: Any, optimized: Any
 
 
 def _unchecked(options: Options, draws: bool) -> Options:
-    """The same options for the copies. Inductor draws random numbers of its own unless told to draw eager's."""
+    """The same options for the copies, whose updates all count.
+
+    Inductor draws random numbers of its own unless told to draw eager's.
+    """
     more = dict(options.options or {})
     if draws and options.backend == "inductor":
         more["fallback_random"] = True
-    return replace(options, self_check=False, options=more or None)
+    return replace(options, self_check=False, commit=None, options=more or None)
 
 
 def _precision(options: Options) -> float:

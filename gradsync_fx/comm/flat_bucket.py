@@ -125,6 +125,11 @@ class FlatBuckets:
         if self._in_memory is not None:
             self._in_memory.forget()
 
+    def wait_for_all(self) -> None:
+        """Waits for whatever has been started."""
+        for bucket in list(self._started.values()):
+            self.wait(bucket.sums)
+
     def start(self, sums: Sequence[torch.Tensor], op: str, group: str, wire: torch.dtype) -> None:
         """This rank's terms of a bucket are all in: its reduction starts."""
         key = _key(sums)

@@ -200,7 +200,7 @@ class EagerStep:
         totals, late = ending.totals(ready=ready, weighs=self.weighs)
         if names and late:
             raise no_call_yet(late)
-        if not names or totals[part] <= 0:
+        if not names or totals[part] <= 0 or ending.refused:
             return False
         known = self.objects.parameters
         sums.make({name: known[name] for name in names}, known, ending.options)
@@ -208,7 +208,7 @@ class EagerStep:
         ending.integrity.writes(updates=True)
         self.leave_out(held.difference(names))
         self.reduce(names, divisors["ranks", part], divisors["local", part])
-        return True
+        return ending.counts()
 
     def participate(self, accumulators: Accumulators, integrity: Integrity) -> None:
         """An accumulate call reduces nothing: `sync_each_batch` is refused."""

@@ -13,9 +13,9 @@ from gradsync_fx.inspection.tensors import size_in_bytes
 from gradsync_fx.ir.journal import Journal
 from gradsync_fx.ir.ops import node_line
 from gradsync_fx.ir.program import Kind, Program
+from gradsync_fx.lowering.in_stages import in_stages
 from gradsync_fx.lowering.lower import as_it_is
 from gradsync_fx.passes import FOR_INDUCTOR, FOR_OTHERS, rewrite
-from gradsync_fx.passes.stages import in_stages
 from gradsync_fx.runtime.captured_step import CapturedStep
 from gradsync_fx.user_lines import NOWHERE
 

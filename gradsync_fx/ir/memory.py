@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from functools import cache
 from typing import Any
 
@@ -53,3 +53,38 @@ def base_of(node: Node, also: Collection[Any] = ()) -> Node:
         if not isinstance(base, Node):
             return node
         node = base
+
+
+def order_by_memory(nodes: Iterable[Node], free: Collection[Any]) -> dict[Node, frozenset[Node]]:
+    """What each has to come after, though it reads no value of it: reads and writes of one memory, and effects.
+
+    free: ops that have no effect but on the memory that they write.
+    """
+    written_by: dict[Node, Node] = {}
+    readers: dict[Node, list[Node]] = {}
+    found: dict[Node, frozenset[Node]] = {}
+    effect: Node | None = None
+    for node in nodes:
+        after: set[Node] = set()
+        onto = {base_of(n) for n in _written_by(node)}
+        for memory in {base_of(n) for n in node.all_input_nodes}:
+            after.update([written_by[memory]] if memory in written_by else [])
+            if memory in onto:
+                after.update(readers.pop(memory, ()))
+                written_by[memory] = node
+            readers.setdefault(memory, []).append(node)
+        if node.is_impure() and node.target not in free:
+            after.update([effect] if effect is not None else [])
+            effect = node
+        found[node] = frozenset(after - {node})
+    return found
+
+
+def _written_by(node: Node) -> Iterable[Node]:
+    for index in written(node.target):
+        given = node.args[index] if index < len(node.args) else ()
+        yield from (
+            n
+            for n in (given if isinstance(given, list | tuple) else [given])
+            if isinstance(n, Node)
+        )

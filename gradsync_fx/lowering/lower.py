@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,11 +32,12 @@ from gradsync_fx._torch import (
 from gradsync_fx.comm.inplace_all_reduce import START_SUMS
 from gradsync_fx.ir.journal import Journal
 from gradsync_fx.ir.program import Program, output_values
-from gradsync_fx.lowering.compile_lock import compile_once
-from gradsync_fx.lowering.number_vector import with_vector
+from gradsync_fx.lowering.compile_lock import compile_once, fingerprint
+from gradsync_fx.lowering.in_halves import InHalves
+from gradsync_fx.lowering.number_vector import NumberVector, with_vector
 from gradsync_fx.lowering.recording import Recorded, held_inputs, recording_of, warn_once
 from gradsync_fx.options import Options
-from gradsync_fx.passes import FOR_INDUCTOR, FOR_OTHERS, rewrite
+from gradsync_fx.passes import AS_IT_IS, FOR_INDUCTOR, FOR_OTHERS, rewrite
 from gradsync_fx.passes.device_numbers import accelerator_of
 from gradsync_fx.passes.pointwise_updates import run_calls
 from gradsync_fx.passes.rewritten import Rewritten, copy_module
@@ -73,19 +75,51 @@ def as_it_is(options: Options) -> bool:
     return options.backend in ("eager", "aot_eager")
 
 
-def lower(program: Program, fake_mode: Any, options: Options, journal: Journal) -> Compiled:
-    """Compiles a program. The callable takes the list of its inputs, which it may empty, and returns its outputs."""
+def lower(
+    program: Program,
+    fake_mode: Any,
+    options: Options,
+    journal: Journal,
+    known: dict[str, Compiled] | None = None,
+) -> Compiled:
+    """Compiles a program. The callable takes the list of its inputs, which it may empty, and returns its outputs.
+
+    known: updates that were compiled for other programs of the step, by what they compute; grows.
+    """
     if options.backend == "inductor" and not _is_complex(program):
         rewritten = rewrite(program, fake_mode, journal, FOR_INDUCTOR, options.without)
-        return _inductor(rewritten, options, journal)
+        return _inductor(rewritten, options, journal, {} if known is None else known)
     if as_it_is(options) or options.backend == "inductor":
-        return lambda args: program.module(*args)
+        if not program.voted:
+            return lambda args: program.module(*args)
+        rewritten = rewrite(program, fake_mode, journal, AS_IT_IS)
+        return _two_calls(rewritten, lambda module, _: module)
     backend = (
         lookup_backend(options.backend) if isinstance(options.backend, str) else options.backend
     )
     rewritten = rewrite(program, fake_mode, journal, FOR_OTHERS)
+    if rewritten.halves is not None:
+        return _two_calls(rewritten, backend)
     compiled = backend(rewritten.main, program.inputs())
     return lambda args: compiled(*args)
+
+
+def _two_calls(rewritten: Rewritten, backend: Callable[[GraphModule, list[Any]], Any]) -> InHalves:
+    """Both halves, each by a backend whose results take their inputs one by one."""
+    halves = rewritten.halves
+    assert halves is not None
+
+    def one(module: GraphModule) -> Compiled:
+        made = backend(module, _values(module))
+        return lambda args: made(*args)
+
+    second = None if halves.second is None else one(halves.second)
+    outputs = len(output_values(rewritten.program.module))
+    return InHalves(halves, one(halves.first), second, outputs)
+
+
+def _values(module: GraphModule) -> list[Any]:
+    return [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
 
 
 def _is_complex(program: Program) -> bool:
@@ -93,8 +127,10 @@ def _is_complex(program: Program) -> bool:
     return any(v.is_complex() for v in program.inputs() if isinstance(v, torch.Tensor))
 
 
-def _inductor(rewritten: Rewritten, options: Options, journal: Journal) -> Compiled:
-    program, cut = rewritten.program, rewritten.cut
+def _inductor(
+    rewritten: Rewritten, options: Options, journal: Journal, known: dict[str, Compiled]
+) -> Compiled:
+    program, cut, halves = rewritten.program, rewritten.cut, rewritten.halves
     patches = {**rewritten.settings, **_patches(options)}
     device = accelerator_of(program.inputs())
     if device is None:
@@ -113,13 +149,27 @@ def _inductor(rewritten: Rewritten, options: Options, journal: Journal) -> Compi
         except Exception as failure:
             return _compiled_anew(spare, inputs, fake_mode, how, failure)
 
-    values = [n.meta["val"] for n in rewritten.main.graph.find_nodes(op="placeholder")]
+    def once(module: GraphModule, fake_mode: Any) -> Compiled:
+        """A graph that other programs of the step may have, too: the tail's update is the boundary's."""
+        inputs = _values(module)
+        module.recompile()
+        constants = [
+            id(getattr(module, str(n.target))) for n in module.graph.find_nodes(op="get_attr")
+        ]
+        key = f"{fingerprint(module, inputs, patches)} {constants}"
+        if key not in known:
+            known[key] = compiled(module, inputs, fake_mode, plain)
+        return known[key]
+
+    values = _values(rewritten.main)
     plain = How({**patches, GRAPHS: False}, inference=device is not None)
     asked = patches.get(GRAPHS, inductor_config.triton.cudagraphs)
     recording = recording_of(rewritten, asked=asked)
     if asked and options.mode in (None, "reduce-overhead"):  # in others it is one thing of many
         warn_once(recording, journal.recordings)
-    if asked and not recording.never:
+    if halves is not None:
+        first = compiled(halves.first, _values(halves.first), rewritten.fake_mode, plain)
+    elif asked and not recording.never:
         spare, held = copy_module(rewritten.main), held_inputs(rewritten)
         how = How({**patches, GRAPHS: True}, tuple(held), inference=True)
         made = compiled(rewritten.main, values, rewritten.fake_mode, how)
@@ -137,14 +187,20 @@ def _inductor(rewritten: Rewritten, options: Options, journal: Journal) -> Compi
     else:
         main = compiled(rewritten.main, values, rewritten.fake_mode, plain)
     journal.recordings[program.name] = recording
+    for kernel, body in rewritten.updates.items():
+        kernel.run = once(body, kernel.fake_mode)
+    outputs = len(output_values(program.module))
+    if halves is not None:
+        second = None if halves.second is None else once(halves.second, rewritten.fake_mode)
+        vector = None
+        if rewritten.numbers:
+            vector = NumberVector(rewritten.numbers, values[-1].device).inputs
+        after = partial(run_calls, cut.calls) if cut.calls else None
+        return InHalves(halves, first, second, outputs, vector, after)
     if rewritten.numbers:
         main = with_vector(main, rewritten.numbers, values[-1].device)
     if not cut.calls:
         return main
-    for kernel, body in rewritten.updates.items():
-        inputs = [n.meta["val"] for n in body.graph.find_nodes(op="placeholder")]
-        kernel.run = compiled(body, inputs, kernel.fake_mode, plain)
-    outputs = len(output_values(program.module))
 
     def run(args: list[Any]) -> list[Any]:
         inputs = list(args)

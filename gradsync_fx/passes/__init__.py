@@ -29,6 +29,7 @@ from gradsync_fx.passes.base import LoweringPass, Pass, check_graphs, run_passes
 from gradsync_fx.passes.check_lowered import check_lowered
 from gradsync_fx.passes.device_numbers import numbers_on_device
 from gradsync_fx.passes.fuse import add_products, norms_as_sums, numbers_as_tensors, write_early
+from gradsync_fx.passes.halves import cut_in_halves, mark_update_writes
 from gradsync_fx.passes.inline import inline_bodies
 from gradsync_fx.passes.join_updates import join_updates
 from gradsync_fx.passes.mask import mask_boundary
@@ -63,6 +64,7 @@ MICRO_STEP: list[Pass] = [
     inline_updates,
     mask_boundary,
     reset_accumulators,
+    mark_update_writes,
 ]
 TAIL: list[Pass] = [
     keep_late_collectives,
@@ -73,6 +75,7 @@ TAIL: list[Pass] = [
     give_late_host_values,
     inline_updates,
     reset_accumulators,
+    mark_update_writes,
 ]
 
 # On the way to a compiler: each pass, and the name of the optimization that it is, by which `without` leaves it out.
@@ -89,9 +92,15 @@ FOR_INDUCTOR: list[tuple[str, LoweringPass]] = [
     (ALWAYS, numbers_as_tensors),
     (ALWAYS, numbers_on_device),
     ("overlap", spread_waits),
+    (ALWAYS, cut_in_halves),
 ]
 FOR_OTHERS: list[tuple[str, LoweringPass]] = [
     (ALWAYS, inline_bodies),
+    (ALWAYS, cut_in_halves),
+]
+# A program that runs as it is, of which only the halves are wanted.
+AS_IT_IS: list[tuple[str, LoweringPass]] = [
+    (ALWAYS, cut_in_halves),
 ]
 
 
@@ -101,6 +110,7 @@ def build(name: str, plan: Plan, fake_mode: object, journal: Journal, *, tail: b
         start = partial(Draft.copy_of, name, plan.step, fake_mode)
         passes = TAIL if tail else MICRO_STEP
         program = run_passes(passes, journal, start, plan, proof=check_graphs).finish()
+        program.closes, program.voted = bool(plan.closing), plan.voted
         verify(program, plan, tail=tail)
     return program
 

@@ -17,8 +17,9 @@ may share a storage unless one is a view of the other.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from gradsync_fx.ir.ops import WAIT
 from gradsync_fx.ir.program import Program, output_values
 from gradsync_fx.passes.base import check_graphs
 from gradsync_fx.passes.device_numbers import accelerator_of
-from gradsync_fx.passes.rewritten import KernelCall, Rewritten, Wait
+from gradsync_fx.passes.rewritten import Halves, KernelCall, Rewritten, Wait
 from gradsync_fx.passes.symbolic import (
     Fault,
     Machine,
@@ -62,10 +63,39 @@ def check_lowered(rewritten: Rewritten) -> None:
     terms = Terms(on_device=accelerator_of(program.inputs()) is not None)
     for i in rewritten.numbers:
         terms.number(terms.make("input", i))
-    meant, done = Machine(terms), Machine(terms)
+    meant = Machine(terms)
+    meant_outputs = _run(program, meant, partial(meant.run, program.module), ())
+    ways: list[Callable[[Machine], Callable[[list[Any]], list[Any]]]]
+    ways = [lambda machine: partial(machine.run, main)]
+    halves = rewritten.halves
+    if halves is not None:
+        ways.append(lambda machine: partial(_run_halves, machine, halves))
+    for way in ways:
+        done = Machine(terms)
+        run = way(done)
+        outputs = _run(program, done, run, after, rewritten.numbers)
+        _compare_all(program, meant, meant_outputs, done, outputs)
+    for module in rewritten.modules():
+        _check_storages(program, module)
+
+
+def _run_halves(machine: Machine, halves: Halves, inputs: Sequence[Any]) -> list[Any]:
+    first = machine.run(halves.first, [inputs[i] for i in halves.first_inputs])
+    second = []
+    if halves.second is not None:
+        second = machine.run(halves.second, halves.given(inputs, first))
+    return halves.whole(inputs, first, second)
+
+
+def _compare_all(
+    program: Program,
+    meant: Machine,
+    meant_outputs: Sequence[object],
+    done: Machine,
+    outputs: Sequence[object],
+) -> None:
+    """Raises for the first thing that the two left differently."""
     count = len(program.slots)
-    meant_outputs = _run(program, meant, program.module, ())
-    outputs = _run(program, done, main, after, rewritten.numbers)
     for slot, root in zip(program.slots, range(count), strict=True):
         _compare(program, f"{slot.kind} {slot.name!r}", meant.memory[root], done.memory[root])
     results = output_values(program.module)
@@ -74,8 +104,6 @@ def check_lowered(rewritten: Rewritten) -> None:
     _compare_counts(program, "collective", meant.sent, done.sent)
     _compare_counts(program, "wait", meant.waited, done.waited)
     _compare_counts(program, "effect", meant.effects, done.effects)
-    for module in rewritten.modules():
-        _check_storages(program, module)
 
 
 def _after(rewritten: Rewritten, call: KernelCall | Wait) -> _After:
@@ -88,7 +116,7 @@ def _after(rewritten: Rewritten, call: KernelCall | Wait) -> _After:
 def _run(
     program: Program,
     machine: Machine,
-    main: GraphModule,
+    main: Callable[[list[Any]], list[Any]],
     after: Sequence[_After],
     numbers: Sequence[int] = (),
 ) -> list[object]:
@@ -98,7 +126,7 @@ def _run(
         elements = [machine.memory[i] for i in numbers]
         given.append(machine.bind(machine.terms.make("numbers", *elements)))
     try:
-        outputs = machine.run(main, given)
+        outputs = main(given)
         extras = outputs[len(output_values(program.module)) :]
         held = [*inputs, *extras]
         for part in after:

@@ -70,7 +70,8 @@ def reduce_in_place(rewritten: Rewritten) -> None:
         with module.graph.inserting_before(started):
             emit(module.graph, fake_mode, START_SUMS, (holders, *started.args[1:], wire), {})
         with module.graph.inserting_before(waited):
-            emit(module.graph, fake_mode, WAIT_SUMS, (holders,), {})
+            wait = emit(module.graph, fake_mode, WAIT_SUMS, (holders,), {})
+        wait.meta["early"] = started.meta["early"]
         for holder, value in zip(holders, reduced, strict=True):
             if value is not None:
                 value.replace_all_uses_with(holder)

@@ -7,7 +7,7 @@ cut       the host's calls of them, in their order, and what the main program ha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,6 +86,43 @@ class Cut:
         return list(dict.fromkeys(c.kernel for c in self.calls if isinstance(c, KernelCall)))
 
 
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """Two graphs for one.
+
+    first, second: None for a second half in which nothing is left to compute.
+    first_inputs: positions among the inputs of the whole.
+    second_inputs: each an input of the whole, by position, or an output of the first half.
+    results: the outputs of the whole: an output of a half, an input as it is at the end, or a constant.
+    inputs, forms: fake values of the inputs of the whole, and of its outputs.
+    started: outputs of the first half that are the results of collectives under way.
+    """
+
+    first: GraphModule
+    second: GraphModule | None
+    first_inputs: tuple[int, ...]
+    second_inputs: tuple[tuple[str, int], ...]
+    results: tuple[tuple[str, Any], ...]
+    inputs: tuple[Any, ...]
+    forms: tuple[Any, ...]
+    started: tuple[int, ...]
+
+    def modules(self) -> list[GraphModule]:
+        return [self.first] if self.second is None else [self.first, self.second]
+
+    def given(self, inputs: Sequence[Any], first: Sequence[Any]) -> list[Any]:
+        """What the second half takes. inputs: of the whole. first: what the first half gave."""
+        held = {"input": inputs, "first": first}
+        return [held[kind][i] for kind, i in self.second_inputs]
+
+    def whole(
+        self, inputs: Sequence[Any], first: Sequence[Any], second: Sequence[Any]
+    ) -> list[Any]:
+        """What the whole returns."""
+        held = {"input": inputs, "first": first, "second": second}
+        return [v if kind == "constant" else held[kind][v] for kind, v in self.results]
+
+
 @dataclass(slots=True)
 class Rewritten:
     """What a compiler is handed for a program. Passes change all of it but the program, which stays readable.
@@ -98,6 +135,7 @@ class Rewritten:
     cut: empty until `cut_updates`.
     updates: what is compiled of each kernel: a copy of its graph.
     settings: Inductor's, unless the user sets them.
+    halves: what is compiled of `main`, where it is cut in two.
     """
 
     program: Program
@@ -107,6 +145,7 @@ class Rewritten:
     cut: Cut = field(default_factory=Cut)
     updates: dict[Kernel, GraphModule] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
+    halves: Halves | None = None
 
     @classmethod
     def copy_of(cls, program: Program, fake_mode: Any) -> Rewritten:
@@ -124,7 +163,8 @@ class Rewritten:
 
     def modules(self) -> list[GraphModule]:
         """All its graphs, the main one first."""
-        return [self.main, *self.updates.values()]
+        halves = self.halves.modules() if self.halves else []
+        return [self.main, *halves, *self.updates.values()]
 
 
 def copy_module(module: GraphModule) -> GraphModule:

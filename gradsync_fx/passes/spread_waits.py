@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from gradsync_fx.comm.inplace_all_reduce import WAIT_SUMS
 from gradsync_fx.ir import ops
-from gradsync_fx.ir.memory import base_of, written
+from gradsync_fx.ir.memory import order_by_memory
 from gradsync_fx.passes.rewritten import Rewritten
 
 
@@ -44,7 +44,7 @@ def _places(late: list[Node]) -> dict[Node, tuple[int, ...]]:
 
     A write goes after all that is made of what it ends, not only after its readers: compilers put reads off.
     """
-    before = _order_by_memory(late)
+    before = order_by_memory(late, free=(_COPY, *_WAITS))
     needs: dict[Node, tuple[int, ...]] = {}
     for number, node in enumerate(late):
         sources = (*node.all_input_nodes, *before[node])
@@ -69,38 +69,6 @@ def _waits_on_gpu(node: Node) -> bool:
     return node.target in _WAITS and all(
         n.meta["val"].device.type == "cuda" for n in node.all_input_nodes
     )
-
-
-def _order_by_memory(nodes: list[Node]) -> dict[Node, frozenset[Node]]:
-    """What each has to come after, though it reads no value of it: reads and writes of one memory, and effects."""
-    written_by: dict[Node, Node] = {}
-    readers: dict[Node, list[Node]] = {}
-    found: dict[Node, frozenset[Node]] = {}
-    effect: Node | None = None
-    for node in nodes:
-        after: set[Node] = set()
-        onto = {base_of(n) for n in _written_by(node)}
-        for memory in {base_of(n) for n in node.all_input_nodes}:
-            after.update([written_by[memory]] if memory in written_by else [])
-            if memory in onto:
-                after.update(readers.pop(memory, ()))
-                written_by[memory] = node
-            readers.setdefault(memory, []).append(node)
-        if node.is_impure() and node.target is not _COPY and node.target not in _WAITS:
-            after.update([effect] if effect is not None else [])
-            effect = node
-        found[node] = frozenset(after - {node})
-    return found
-
-
-def _written_by(node: Node) -> Iterable[Node]:
-    for index in written(node.target):
-        given = node.args[index] if index < len(node.args) else ()
-        yield from (
-            n
-            for n in (given if isinstance(given, list | tuple) else [given])
-            if isinstance(n, Node)
-        )
 
 
 def _delay(nodes: Iterable[Node]) -> None:

@@ -9,8 +9,6 @@ write or an update gets a copy, made before. Random numbers are drawn in the ord
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,11 +16,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from gradsync_fx.ir.journal import Entry, Journal
 from gradsync_fx.ir.memory import base_of
 from gradsync_fx.ir.ops import UPDATE, argument
 from gradsync_fx.ir.program import Kind, Program, Slot, output_values, writes
 from gradsync_fx.optim.opaque import Opaque
+from gradsync_fx.passes.halves import OF_UPDATE
 
 
 _aten = torch.ops.aten
@@ -59,15 +57,20 @@ class Stage:
 
 @dataclass(slots=True)
 class Stages:
-    """The stages of one program. results: of the whole program, by name, by input (as it is at the end) or constant."""
+    """The stages of one program.
+
+    results: of the whole program, by name, by input (as it is at the end) or constant.
+    forms: fake values of those by name.
+    """
 
     stages: list[Stage]
     results: list[tuple[str, Any]]
+    forms: dict[str, Any]
 
 
 @dataclass(slots=True)
 class _Part:
-    """A stage in the making. env: nodes of the whole program to nodes here."""
+    """A stage in the making. env: nodes of the whole program to nodes here. writes: holder, value, of the update."""
 
     number: int
     graph: Graph = field(default_factory=Graph)
@@ -75,7 +78,7 @@ class _Part:
     inputs: list[int | str] = field(default_factory=list)
     slots: list[Slot] = field(default_factory=list)
     gives: dict[str, Node] = field(default_factory=dict)
-    writes: list[tuple[Node, Node]] = field(default_factory=list)
+    writes: list[tuple[Node, Node, bool]] = field(default_factory=list)
 
 
 def is_cut(program: Program) -> bool:
@@ -144,10 +147,15 @@ class _StageCutter:
                 self._copy(self._parts[self._stage[node]], node)
         found.append((None, []))
         results = [self._result(value) for value in output_values(self._program.module)]
+        forms = {v.name: v.meta["val"] for v in self._program_outputs()}
         return Stages(
             [self._finish(part, *rest) for part, rest in zip(self._parts, found, strict=True)],
             results,
+            forms,
         )
+
+    def _program_outputs(self) -> list[Node]:
+        return [v for v in output_values(self._program.module) if isinstance(v, Node)]
 
     def _already_there(self, node: Node) -> bool:
         """A write of what the update itself has left in the parameter."""
@@ -160,13 +168,14 @@ class _StageCutter:
             holder = self._of_parameter[name]
             if value is holder or self._updated.get(value) is holder:
                 continue
-            part.writes.append((self._read(part, holder), self._value(part, value)))
+            part.writes.append((self._read(part, holder), self._value(part, value), False))
         return [self._give(part, gradient) for gradient in argument(update, 3)]
 
     def _copy(self, part: _Part, node: Node) -> None:
         if node in self._lasting:
             holder, value = argument(node, 0), argument(node, 1)
-            part.writes.append((self._read(part, holder), self._value(part, value)))
+            of_update = bool(node.meta.get(OF_UPDATE))
+            part.writes.append((self._read(part, holder), self._value(part, value), of_update))
             return
         for source in node.all_input_nodes:
             self._value(part, source)
@@ -248,9 +257,9 @@ class _StageCutter:
             # Sizes of the other inputs may be expressions of it.
             if not isinstance(holder.meta["val"], torch.Tensor):
                 self._input(part, self._position[holder], holder, slot)
-        for live, value in part.writes:  # after all that reads the tensors as they were
+        for live, value, of_update in part.writes:  # after all that reads the tensors as they were
             written = part.graph.call_function(_aten.copy_.default, (live, value))
-            written.meta["val"] = live.meta["val"]
+            written.meta["val"], written.meta[OF_UPDATE] = live.meta["val"], of_update
         part.graph.output(tuple(part.gives.values()))
         program = None
         if part.gives or any(n.op not in ("placeholder", "output") for n in part.graph.nodes):
@@ -258,6 +267,7 @@ class _StageCutter:
             module.meta.update(self._program.module.meta)
             part.graph.lint()
             program = Program(f"{self._program.name} {part.number + 1}", module, tuple(part.slots))
+            program.voted = self._program.voted and not part.number
         return Stage(program, part.inputs, list(part.gives), update, gradients)
 
 
@@ -269,66 +279,3 @@ def _form(value: Any) -> Any:
 def _draws(node: Node) -> bool:
     tags = getattr(node.target, "tags", ()) if node.op == "call_function" else ()
     return torch.Tag.nondeterministic_seeded in tags
-
-
-Run = Callable[[list[Any]], Any]
-
-
-def in_stages(
-    program: Program,
-    compile_one: Callable[[Program], Run],
-    live: dict[str, torch.Tensor],
-    journal: Journal,
-) -> Run:
-    """The program compiled, in one piece or in its stages. live: the user's tensors by name."""
-    if not is_cut(program):
-        return compile_one(program)
-    start = time.perf_counter()
-    stages = cut_at_updates(program)
-    spent = (time.perf_counter() - start) * 1e3
-    parts = [s.program.module.graph for s in stages.stages if s.program is not None]
-    before, after = len(program.module.graph.nodes), sum(len(graph.nodes) for graph in parts)
-    journal.entries.append(Entry(program.name, cut_at_updates.__name__, spent, before, after))
-    return Staged(stages, compile_one, live)
-
-
-class Staged:
-    """The stages as a callable, like a compiled program. live: the user's tensors by name."""
-
-    def __init__(
-        self, stages: Stages, compile_one: Callable[[Program], Run], live: dict[str, torch.Tensor]
-    ) -> None:
-        self._stages, self._live = stages, live
-        self._runs = [compile_one(s.program) if s.program else None for s in stages.stages]
-        wanted = {name for what, name in stages.results if what == "given"}
-        self._last_use = [self._dropped_after(i, wanted) for i in range(len(stages.stages))]
-
-    def _dropped_after(self, number: int, wanted: set[Any]) -> list[str]:
-        """What no later stage, and no result, needs."""
-        later = {k for s in self._stages.stages[number + 1 :] for k in s.inputs} | wanted
-        return [n for s in self._stages.stages[: number + 1] for n in s.outputs if n not in later]
-
-    def __call__(self, args: list[Any]) -> list[Any]:
-        held: dict[str, Any] = {}
-        for number, stage in enumerate(self._stages.stages):
-            run = self._runs[number]
-            if run is not None and stage.program is not None:
-                given = [
-                    held[key] if isinstance(key, str) else self._now(number, slot, args[key])
-                    for key, slot in zip(stage.inputs, stage.program.slots, strict=True)
-                ]
-                held.update(zip(stage.outputs, run(given), strict=True))
-            if stage.update is not None:
-                stage.update.step([held[name] for name in stage.gradients])
-            for name in self._last_use[number]:
-                held.pop(name, None)
-        return list(self._results(args, held))
-
-    def _now(self, number: int, slot: Slot, value: Any) -> Any:
-        """An optimizer may have given a parameter another storage."""
-        changed = number and slot.kind in (Kind.PARAMETER, Kind.BUFFER) and slot.name in self._live
-        return self._live[slot.name].detach() if changed else value
-
-    def _results(self, args: list[Any], held: dict[str, Any]) -> Iterator[Any]:
-        for what, value in self._stages.results:
-            yield held[value] if what == "given" else args[value] if what == "input" else value

@@ -87,6 +87,7 @@ class Plan:
     wire_dtype: of all-reduces; None for the sums' own.
     sync_each_batch: every call reduces its terms, so that sums hold what was reduced.
     masked: the program makes no update where no term of the window counted, which it sees itself (passes/mask.py).
+    voted: the user decides, once the reductions have started, whether the update counts.
     pieces: by leaf number, where updates are shared out among the ranks: what each of them updates.
     rank: this one's number in the group, where that matters.
     """
@@ -109,6 +110,7 @@ class Plan:
     wire_dtype: torch.dtype | None
     sync_each_batch: bool
     masked: bool = False
+    voted: bool = False
     pieces: dict[int, Portion] = field(default_factory=dict)
     rank: int = 0
 

@@ -16,6 +16,7 @@ from gradsync_fx.capture.tracer import Capture
 from gradsync_fx.comm.collectives import OwnCollectives
 from gradsync_fx.errors import CaptureError
 from gradsync_fx.ir.deferral import check_weights
+from gradsync_fx.ir.ops import argument
 from gradsync_fx.ir.regions import Regions, find_regions
 from gradsync_fx.options import Options
 from gradsync_fx.planning.plan import Bucket, Weighing
@@ -68,6 +69,8 @@ class CapturedFacts:
         real = isinstance(setting.group, ProcessGroup)  # none of simulated ranks are asked for
         if options.shard_optimizer and setting.group is not None:
             _check_reduced_here(capture, regions)
+        if options.commit is not None:
+            _check_refusable(capture, regions)
         return cls(
             capture=capture,
             options=options,
@@ -141,7 +144,7 @@ class CapturedFacts:
         Where programs are queued on a device, the host knows a weight only when all before it has run.
         """
         options, parameters = self.options, self.capture.parameters.values()
-        whole = len(options.steps) == 1 and not options.sync_each_batch
+        whole = len(options.steps) == 1 and not options.sync_each_batch and not options.commit
         return self.weighs and whole and runs_behind(parameters)
 
     @property
@@ -181,6 +184,19 @@ def _check_reduced_here(capture: Capture, regions: Regions) -> None:
             seen="the step puts it into a tensor with others, and reduces that itself, to every rank as a whole",
             wanted="gradients that are reduced here, each piece to the rank that updates it",
             fix="leave that reduction out of the step, or shard_optimizer",
+        )
+
+
+def _check_refusable(capture: Capture, regions: Regions) -> None:
+    """Raises `CaptureError` where an update cannot be refused: what forward wrote would have to stay without it."""
+    for write in regions.early_writes:
+        holders = list(capture.step.module.graph.find_nodes(op="placeholder"))
+        name = capture.step.slots[holders.index(argument(write, 0))].name
+        raise CaptureError(
+            f"commit, parameter {name!r}",
+            seen="the step writes it before the update, and the update writes it again",
+            wanted="parameters that only the update writes, so that a refused one leaves them as they were",
+            fix="leave commit out, or write the parameter after the update",
         )
 
 

@@ -140,11 +140,11 @@ class CapturedStep:
             divisors = ending.divisors(totals)
             with self.side_by_side(ending.line, settled=all(p.settled for p in meeting.ranks)):
                 if args is None:
-                    self.tail(closing, divisors)
-                    return Closed([], closing, closing)
-                results = self.micro_step(args, closing, divisors)
+                    self.tail(closing, divisors, ending.counts)
+                    return Closed([], *_updated(ending, closing))
+                results = self.micro_step(args, closing, divisors, ending.counts)
             ending.accumulators.added(self.facts.names, weighed=self.weighs)
-            return Closed(results, closing, closing)
+            return Closed(results, *_updated(ending, closing))
         results = []
         if args is not None:
             results = self.micro_step(args, NONE, {})
@@ -180,9 +180,10 @@ class CapturedStep:
         updated = frozenset(part for part in closing if totals[part] > 0) if names else NONE
         if updated:
             target.host.values = self.host.values
-            given = target.tail(updated, ending.divisors(totals), by_name=not whole)
+            divisors = ending.divisors(totals)
+            given = target.tail(updated, divisors, ending.counts, by_name=not whole)
             self._mend(results, target, given)
-        return Closed(results, updated, updated)
+        return Closed(results, *_updated(ending, updated))
 
     def _mend(self, results: list[Any], target: CapturedStep, given: list[Any]) -> None:
         """Puts what the tail of `target` gave into a call's results: the caller holds these tensors by now.
@@ -213,13 +214,24 @@ class CapturedStep:
 
     # Its programs at work.
 
-    def micro_step(self, args: list[Any], closing: frozenset[int], divisors: Divisors) -> list[Any]:
-        """One micro-step: adds to the parts that stay open, reduces and updates those that close."""
+    def micro_step(
+        self,
+        args: list[Any],
+        closing: frozenset[int],
+        divisors: Divisors,
+        counts: Callable[[], bool] = lambda: True,
+    ) -> list[Any]:
+        """One micro-step: adds to the parts that stay open, reduces and updates those that close.
+
+        counts: whether the update does; asked where the user decides that.
+        """
         compiled = self.programs.compiled(closing)
         self.remember(args)
-        results = self.runner.run(compiled, args, divisors)
-        self.host.take(compiled.program, results, range(compiled.program.host_values))
-        self.host.make(closing)
+        results = self.runner.run(compiled, args, divisors, counts)
+        made = not compiled.program.voted or counts()
+        self.host.take(compiled.program, results, range(compiled.program.host_values), made=made)
+        if made:
+            self.host.make(closing)
         return results
 
     def remember(self, args: list[Any]) -> None:
@@ -227,7 +239,12 @@ class CapturedStep:
         self._tail_data = {i: args[i] for i in self.facts.regions.tail_data}
 
     def tail(
-        self, closing: frozenset[int], divisors: Divisors, *, by_name: bool = False
+        self,
+        closing: frozenset[int],
+        divisors: Divisors,
+        counts: Callable[[], bool] = lambda: True,
+        *,
+        by_name: bool = False,
     ) -> list[Any]:
         """Reduction and update of what is summed already. Returns the outputs `regions.tail_outputs`."""
         compiled = self.programs.compiled(closing, tail=True, by_name=by_name)
@@ -237,9 +254,11 @@ class CapturedStep:
             self._tail_data.get(i) if slot.kind is Kind.DATA else tensors.get(slot.name)
             for i, slot in enumerate(capture.step.slots)
         ]
-        results = self.runner.run(compiled, args, divisors)
-        self.host.take(compiled.program, results, self.facts.regions.boundary_host)
-        self.host.make(closing)
+        results = self.runner.run(compiled, args, divisors, counts)
+        made = not compiled.program.voted or counts()
+        self.host.take(compiled.program, results, self.facts.regions.boundary_host, made=made)
+        if made:
+            self.host.make(closing)
         return results
 
     @property
@@ -259,3 +278,9 @@ class CapturedStep:
             log.info("%d of %d buckets are shared in memory", shared, len(asked))
         with self.runner.buckets.in_use(together=True):
             yield
+
+
+def _updated(ending: Ending, parts: frozenset[int]) -> tuple[frozenset[int], frozenset[int]]:
+    """What a program that closed these parts has updated, and set to zero: nothing where that was refused."""
+    made = parts if not parts or ending.counts() else NONE
+    return made, made

@@ -12,6 +12,7 @@ from typing import Any
 from gradsync_fx.comm.rendezvous import Line, Meeting
 from gradsync_fx.options import Options
 from gradsync_fx.runtime.accumulators import Accumulators
+from gradsync_fx.runtime.ballot import Ballot
 from gradsync_fx.runtime.consistency import Integrity
 from gradsync_fx.runtime.divisors import Divisors, divisors_of, totals_of
 from gradsync_fx.runtime.outcome import Outcome
@@ -23,7 +24,7 @@ class Ending:
     """What a step is given to end a window, or some parts of it, together with all ranks.
 
     meeting: where the ranks stand. after: the window with this call in it. line: how this rank reaches the others.
-    world: the number of ranks.
+    world: the number of ranks. ballot: where the user decides whether the update counts.
     """
 
     meeting: Meeting
@@ -33,10 +34,20 @@ class Ending:
     options: Options
     accumulators: Accumulators
     integrity: Integrity
+    ballot: Ballot | None = None
 
     def divisors(self, totals: list[float]) -> Divisors:
         """What sums are divided by. totals: of terms, or their weight, on all ranks, for each part."""
         return divisors_of(totals, self.options.reduction, self.world)
+
+    @property
+    def refused(self) -> bool:
+        """Whether it was asked, and does not count."""
+        return self.ballot is not None and self.ballot.refused
+
+    def counts(self) -> bool:
+        """Whether the update counts: asked once its reductions have started."""
+        return self.ballot is None or self.ballot.counts()
 
     def totals(self, *, ready: bool, weighs: bool) -> tuple[list[float], list[int]]:
         """Asks all ranks: what their terms weigh together, by part; and which ranks are not ready to update."""

@@ -31,6 +31,7 @@ from gradsync_fx.comm.replica_check import check_replicas
 from gradsync_fx.options import Options
 from gradsync_fx.planning.setting import Setting, shared_options
 from gradsync_fx.runtime.accumulators import Accumulators
+from gradsync_fx.runtime.ballot import Ballot
 from gradsync_fx.runtime.capture_cache import Catalogue
 from gradsync_fx.runtime.consistency import Integrity
 from gradsync_fx.runtime.ending import Closed, Ending, weights_summed
@@ -72,6 +73,7 @@ class Executor:
         self._line, self._begun = Line(None, None), False
         self._agreement = Agreement()
         self._rest: tuple[StepProtocol, Meeting, Callable[[], Closed]] | None = None
+        self._ballot: Ballot | None = None  # of the latest meeting
 
     @property
     def begun(self) -> bool:
@@ -190,6 +192,8 @@ class Executor:
         with self.integrity.among_ranks(alone=self._line.group is None):
             self.drift.compare(self._line)
             meeting = self._line.meet(mine)
+            commit = self.options.commit
+            self._ballot = None if commit is None else Ballot(commit, self._line)
             check_same_kind(meeting)
             self._agreement.check(self._line, meeting, step.collectives)
             check_same_window(meeting)
@@ -213,7 +217,14 @@ class Executor:
         """What a step is given to end the window in which these ranks met."""
         world = self.setting.world if self.setting is not None else 1
         return Ending(
-            meeting, after, self._line, world, self.options, self.accumulators, self.integrity
+            meeting,
+            after,
+            self._line,
+            world,
+            self.options,
+            self.accumulators,
+            self.integrity,
+            self._ballot,
         )
 
     def close(
@@ -271,6 +282,8 @@ class Executor:
         else:
             self._awaited = (step, meeting, closed.outcome)
             self._states.watch(step.objects.optimizers, self.settle)
+        if self._ballot is not None:
+            self._ballot.end()
 
     def settle(self) -> None:
         """Learns whether the last window made an update, where only the device knew; waits for it, not for more."""
@@ -296,6 +309,8 @@ class Executor:
             with self.integrity.among_ranks(alone=self._line.group is None):
                 self.drift.updated(self._line, self.window.optimizer_step, step.reduced)
             self.integrity.over()
+        elif self._ballot is not None and self._ballot.refused:
+            log.info("the update of %s was refused by commit", self.place())
         elif meeting.pending:
             warn_user(
                 "a window closed without a single term on any rank (skipped, not finite, or of zero weight): no update"

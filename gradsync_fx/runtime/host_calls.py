@@ -20,10 +20,16 @@ class HostCalls:
         self._facts, self._bindings = facts, bindings
         self.values: dict[int, torch.Tensor] = {}
 
-    def take(self, program: Program, results: list[Any], numbers: Collection[int]) -> None:
-        """Takes the values with these numbers off the end of a program's results."""
+    def take(
+        self, program: Program, results: list[Any], numbers: Collection[int], *, made: bool = True
+    ) -> None:
+        """Takes the values with these numbers off the end of a program's results.
+
+        made: whether the program made its update. Without that, they are not kept.
+        """
         end = len(results) - program.host_values
-        self.values |= dict(zip(numbers, results[end:], strict=True))
+        if made:
+            self.values |= dict(zip(numbers, results[end:], strict=True))
         del results[end:]
 
     def make(self, closing: frozenset[int]) -> None:

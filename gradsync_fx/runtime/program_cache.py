@@ -24,13 +24,13 @@ from gradsync_fx.ir.journal import Journal
 from gradsync_fx.ir.ops import argument
 from gradsync_fx.ir.program import Program
 from gradsync_fx.lowering.artifacts import artifact
+from gradsync_fx.lowering.in_stages import in_stages
 from gradsync_fx.lowering.lower import Compiled, decompositions, lower
 from gradsync_fx.optim.binding import Binding, left_as_they_are
 from gradsync_fx.optim.opaque import Opaque
 from gradsync_fx.optim.shares import refuse_divided, refuse_opaque, shares_of
 from gradsync_fx.optim.update import Update
 from gradsync_fx.passes import build
-from gradsync_fx.passes.stages import in_stages
 from gradsync_fx.passes.update import update_key
 from gradsync_fx.planning.plan import Plan
 from gradsync_fx.runtime.captured_facts import CapturedFacts
@@ -104,6 +104,7 @@ class ProgramCache:
         self.compile_seconds: dict[str, float] = {}
         self._built: dict[tuple[Any, ...], BuiltProgram] = {}
         self._compiled: dict[tuple[Any, ...], CompiledProgram] = {}
+        self._updates: dict[str, Compiled] = {}
 
     def __len__(self) -> int:
         """Programs compiled so far."""
@@ -121,7 +122,9 @@ class ProgramCache:
                 with compile_lock, compiling(options.rank_timeout):
                     built = self._build(key, traced)
                     mode, journal = capture.fake_mode, self.journal
-                    one = partial(lower, fake_mode=mode, options=options, journal=journal)
+                    one = partial(
+                        lower, fake_mode=mode, options=options, journal=journal, known=self._updates
+                    )
                     tensors = {**capture.buffers, **capture.parameters}
                     lowered = in_stages(built.program, one, tensors, journal)
             except Exception as failure:
@@ -174,6 +177,7 @@ class ProgramCache:
                 updates=updates,
                 opaque=opaque,
                 state_tensors={n: self.bindings[n].state_tensors(u) for n, u in updates.items()},
+                voted=bool(closing) and self._facts.options.commit is not None,
                 masked=bool(closing) and not tail and not opaque and self._facts.masks,
                 pieces=pieces_of(self._facts, [self.bindings[n] for n in updates]),
             )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.profiler import record_function
 
 from gradsync_fx.comm.flat_bucket import FlatBuckets
 from gradsync_fx.ir.program import Kind, Program
+from gradsync_fx.lowering.in_halves import InTwo
 from gradsync_fx.lowering.lower import as_it_is
 from gradsync_fx.optim.opaque import warn_of
 from gradsync_fx.planning.plan import Bucket
@@ -46,8 +47,17 @@ class ProgramRunner:
         leaves, sums = self._facts.capture.step.leaves, self._programs.plan.accumulators
         return [sums[leaves[i].name] for i in bucket.leaves]
 
-    def run(self, compiled: CompiledProgram, args: list[Any], divisors: Divisors) -> list[Any]:
-        """Returns what the program does, without the optimizer state that it created. args: the step's own inputs."""
+    def run(
+        self,
+        compiled: CompiledProgram,
+        args: list[Any],
+        divisors: Divisors,
+        counts: Callable[[], bool] = lambda: True,
+    ) -> list[Any]:
+        """Returns what the program does, without the optimizer state that it created. args: the step's own inputs.
+
+        counts: whether its update does; asked, where the program waits for that, when its reductions have started.
+        """
         program, updates, opaque = compiled.program, compiled.built.updates, compiled.built.opaque
         held = self._held(compiled, divisors)
         start = time.perf_counter()
@@ -64,7 +74,7 @@ class ProgramRunner:
                 record_function(f"gradsync_fx {self._facts.capture.name}: {program.name}"),
                 self.buckets.in_use(),
             ):
-                results = list(compiled.run(inputs))
+                results, updated = self._run(compiled, inputs, counts)
         except BaseException:
             if first is not None and first._version == version:
                 self._integrity.spared()  # an assert of the step's own, say
@@ -73,8 +83,20 @@ class ProgramRunner:
         self.measured[program.name] = (calls + 1, seconds + time.perf_counter() - start)
         if program.masked:
             self.masked = (results.pop(), self._numbers_held(compiled))
-        self._commit(compiled, results)
+        self._commit(compiled, results, updated=updated)
         return results
+
+    @staticmethod
+    def _run(
+        compiled: CompiledProgram, inputs: list[Any], counts: Callable[[], bool]
+    ) -> tuple[list[Any], bool]:
+        """The program's results, and whether it made its update."""
+        if not compiled.program.voted:
+            return list(compiled.run(inputs)), True
+        run = cast("InTwo", compiled.run)
+        begun = run.start(inputs)
+        updated = counts()
+        return list(run.finish(begun) if updated else run.refuse(begun)), updated
 
     def _numbers_held(self, compiled: CompiledProgram) -> Callable[[], None]:
         """Puts back the numbers that `_commit` will change."""
@@ -115,11 +137,12 @@ class ProgramRunner:
             for slot in program.slots
         ]
 
-    def _commit(self, compiled: CompiledProgram, results: list[Any]) -> None:
+    def _commit(self, compiled: CompiledProgram, results: list[Any], *, updated: bool) -> None:
         """Takes created state off the end of the results, where the programs put it, into the optimizers."""
         updates = compiled.built.updates
         for key in reversed(list(updates)):
             count = len(updates[key].created)
             created = results[len(results) - count :]
             del results[len(results) - count :]
-            self._programs.bindings[key].commit(updates[key], created)
+            if updated:
+                self._programs.bindings[key].commit(updates[key], created)
