@@ -7,6 +7,7 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 import torch
@@ -27,7 +28,7 @@ from gradsync_fx.runtime.atomic_files import FilePath
 from gradsync_fx.runtime.bound_steps import bound_step
 from gradsync_fx.runtime.checkpoint import load, load_file, save, save_file
 from gradsync_fx.runtime.executor import Executor
-from gradsync_fx.runtime.refusals import no_copies
+from gradsync_fx.runtime.refusals import no_copies, used_in_commit
 from gradsync_fx.runtime.window_ops import (
     discard,
     flush,
@@ -60,19 +61,23 @@ class OptimizedStep(Generic[P, R]):
         self, train_step: Callable[P, R], options: Options, simulated: int | None = None
     ) -> None:
         functools.update_wrapper(self, train_step)
+        # The finalizer below needs these when this object is gone.
+        self._name = getattr(train_step, "__name__", type(train_step).__name__)
+        self._one_thread = OneAtATime(
+            f"step {self._name!r}",
+            fix="make a step for each thread: gradsync_fx.optimize(train_step, ...)",
+        )
+        self._commit = options.commit
+        if options.commit is not None:
+            alone = _without_the_step(options.commit, self._one_thread, self._name)
+            options = replace(options, commit=alone)
         self._executor = Executor(options, simulated)
         self._losses = NamedLosses(self._executor.place, self._executor.absent)
         self._to_check = options.self_check
         self._simulated, self._train_step = simulated is not None, train_step
         self._dispatch = Dispatch(train_step, self._executor)
-        # The finalizer below needs these when this object is gone.
-        self._name = getattr(train_step, "__name__", type(train_step).__name__)
         code = getattr(train_step, "__code__", None)
         self._line = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
-        self._one_thread = OneAtATime(
-            f"step {self._name!r}",
-            fix="make a step for each thread: gradsync_fx.optimize(train_step, ...)",
-        )
         weakref.finalize(self, _end, self._executor, self._name, self._line, self._dispatch.at_end)
 
     @overload
@@ -92,9 +97,11 @@ class OptimizedStep(Generic[P, R]):
         method = bind(self._train_step, instance, owner)
         if method == self._train_step:  # another object's by now
             return self
-        return bound_step(
-            self, self._name, instance, lambda: type(self)(method, self._executor.options)
-        )
+        return bound_step(self, self._name, instance, lambda: type(self)(method, self._options()))
+
+    def _options(self) -> Options:
+        """As they are now, for a step of another object."""
+        return replace(self._executor.options, commit=self._commit)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """One micro-step, with the arguments of the step; every k-th call of a window is the boundary.
@@ -178,7 +185,8 @@ class OptimizedStep(Generic[P, R]):
         >>> step.gradients()["weight"].shape == model.weight.shape
         True
         """
-        return {name: t.view_as(t) for name, t in self._executor.accumulators.sums.items()}
+        with self._one_thread.held():
+            return {name: t.view_as(t) for name, t in self._executor.accumulators.sums.items()}
 
     def flush(self, on_update: Callable[[], Any] | None = None) -> None:
         """Closes the open window now: reduce, update, zero. Every rank calls it, when its data has ended.
@@ -337,6 +345,19 @@ class OptimizedStep(Generic[P, R]):
 
 def _mistakes_of(step: OptimizedStep) -> tuple[str, ...]:
     return mistakes(step._executor.catalogue.captures, step._executor.options)
+
+
+def _without_the_step(
+    commit: Callable[[], Any], one_thread: OneAtATime, name: str
+) -> Callable[[], Any]:
+    """The user's decision, in which the step itself cannot be used."""
+
+    @functools.wraps(commit)
+    def alone() -> Any:
+        with one_thread.shut(used_in_commit(name)):
+            return commit()
+
+    return alone
 
 
 def _end(executor: Executor, name: str, line: str, at_end: ExitStack) -> None:

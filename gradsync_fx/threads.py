@@ -20,10 +20,22 @@ class OneAtATime:
     def __init__(self, what: str, fix: str) -> None:
         self._what, self._fix = what, fix
         self._lock, self._inside = threading.RLock(), ""
+        self._shut: WindowError | None = None
+
+    @contextmanager
+    def shut(self, refusal: WindowError) -> Iterator[None]:
+        """While the block runs, inside of `held`, nobody enters again: it raises `refusal`."""
+        self._shut = refusal
+        try:
+            yield
+        finally:
+            self._shut = None
 
     @contextmanager
     def held(self) -> Iterator[None]:
         """Raises `WindowError`, with the names of both threads."""
+        if self._shut is not None:
+            raise self._shut
         me = threading.current_thread().name
         if not self._lock.acquire(blocking=False):
             raise WindowError(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gradsync_fx
-from gradsync_fx.errors import CaptureError, OptionError
+from gradsync_fx.errors import CaptureError, OptionError, WindowError
 from tests.drive import plain_step
 from tests.scenarios import voted
 from tests.workers import Ranks
@@ -134,6 +134,34 @@ def test_commit_that_returns_nothing_is_named() -> None:
         step(model, optimizer, torch.randn(4, 8), torch.randn(4, 1))
     assert torch.equal(model.weight, before)
     assert (step.optimizer_step, step.pending) == (0, 0)
+    step = gradsync_fx.optimize(plain_step, commit=lambda: True, backend="aot_eager")
+    step(model, optimizer, torch.randn(4, 8), torch.randn(4, 1))
+    assert step.optimizer_step == 1
+
+
+@pytest.mark.captured
+def test_the_step_is_not_used_inside_of_commit_and_losses_decide() -> None:
+    """Its sums are on their way there. The way out: what the calls returned."""
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for use in ("gradients", "flush", "skip", "state_dict"):
+        inside: list[Any] = []
+        step = gradsync_fx.optimize(plain_step, commit=lambda: inside[0](), backend="aot_eager")  # noqa: B023
+        inside.append(getattr(step, use))
+        with pytest.raises(WindowError, match="used inside of commit"):
+            step(model, optimizer, torch.randn(4, 8), torch.randn(4, 1))
+        assert (step.optimizer_step, step.pending) == (0, 0)
+        assert step.gradients()
+    losses: list[torch.Tensor] = []
+    step = gradsync_fx.optimize(
+        plain_step,
+        gradient_accumulation_steps=2,
+        commit=lambda: all(loss.isfinite() for loss in losses),
+        backend="aot_eager",
+    )
+    for x in (torch.ones(4, 8), torch.ones(4, 8)):
+        losses.append(step(model, optimizer, x, torch.ones(4, 1)))
+    assert step.optimizer_step == 1
 
 
 @pytest.mark.captured
@@ -148,3 +176,6 @@ def test_parameters_that_forward_writes_are_refused_by_name() -> None:
     step = gradsync_fx.optimize(writes, commit=lambda: True, backend="aot_eager")
     with pytest.raises(CaptureError, match="commit, parameter 'weight'"):
         step(model, optimizer, torch.randn(4, 8), torch.randn(4, 1))
+    step = gradsync_fx.optimize(writes, backend="aot_eager")
+    step(model, optimizer, torch.randn(4, 8), torch.randn(4, 1))
+    assert step.optimizer_step == 1

@@ -32,6 +32,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "k": (2, 1, 3),
     "wrap": ("ddp", "plain"),
     "divided": (None, "updates", "inside", "between"),
+    "commit": (None, "some"),
 }
 ELSEWHERE = {
     "gradient_accumulation_steps": "k, and the optimizer with two windows; manual windows: test_manual.py",

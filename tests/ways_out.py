@@ -47,6 +47,15 @@ WAYS_OUT: dict[str, str | Untried] = {
         "tests/test_options.py::test_a_rank_outside_of_the_group_is_told_so"
     ),
     'options.py:_check_mesh init_device_mesh("cpu",': "tests/test_two_levels.py::test_the_numbers_of_one_level",
+    "runtime/ballot.py:Ballot._mine return True or False fro": (
+        "tests/test_commit.py::test_commit_that_returns_nothing_is_named"
+    ),
+    "runtime/captured_facts.py:_check_refusable leave commit out, or wri": (
+        "tests/test_commit.py::test_parameters_that_forward_writes_are_refused_by_name"
+    ),
+    "runtime/refusals.py:used_in_commit keep what commit needs (": (
+        "tests/test_commit.py::test_the_step_is_not_used_inside_of_commit_and_losses_decide"
+    ),
     "comm/rendezvous.py:check_same_kind with shard_optimizer=Tru": SHARDS
     + "a_state_is_asked_for_by_every_rank",
     "optim/shares.py:_another_kind set what changed before": SHARDS

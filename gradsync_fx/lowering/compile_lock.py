@@ -45,7 +45,7 @@ def compile_once(
         return
     folder = Path(inductor_cache_dir(), "gradsync_fx")
     folder.mkdir(parents=True, exist_ok=True)
-    name = fingerprint(module, inputs, patches)
+    name = program_fingerprint(module, inputs, patches)
     mark, lock = folder / f"{name}.done", FileLock(folder / f"{name}.lock", patience)
     try:
         if not mark.exists():
@@ -64,7 +64,7 @@ def compile_once(
         lock.release()
 
 
-def fingerprint(module: GraphModule, inputs: list[Any], patches: Mapping[str, Any]) -> str:
+def program_fingerprint(module: GraphModule, inputs: list[Any], patches: Mapping[str, Any]) -> str:
     """Equal for equal programs. Two that share one by accident wait for each other, or do not: no more."""
     forms = [
         (v.dtype, v.device, v.shape, v.stride()) if isinstance(v, torch.Tensor) else v

@@ -32,7 +32,7 @@ from gradsync_fx._torch import (
 from gradsync_fx.comm.inplace_all_reduce import START_SUMS
 from gradsync_fx.ir.journal import Journal
 from gradsync_fx.ir.program import Program, output_values
-from gradsync_fx.lowering.compile_lock import compile_once, fingerprint
+from gradsync_fx.lowering.compile_lock import compile_once, program_fingerprint
 from gradsync_fx.lowering.in_halves import InHalves
 from gradsync_fx.lowering.number_vector import NumberVector, with_vector
 from gradsync_fx.lowering.recording import Recorded, held_inputs, recording_of, warn_once
@@ -156,7 +156,7 @@ def _inductor(
         constants = [
             id(getattr(module, str(n.target))) for n in module.graph.find_nodes(op="get_attr")
         ]
-        key = f"{fingerprint(module, inputs, patches)} {constants}"
+        key = f"{program_fingerprint(module, inputs, patches)} {constants}"
         if key not in known:
             known[key] = compiled(module, inputs, fake_mode, plain)
         return known[key]

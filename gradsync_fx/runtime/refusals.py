@@ -27,6 +27,15 @@ EITHER_WAY = (
 )
 
 
+def used_in_commit(name: str) -> WindowError:
+    return WindowError(
+        f"step {name!r}",
+        seen="it is used inside of commit: the window's sums are being reduced, and its update waits for the answer",
+        wanted="a decision that needs nothing of the step but its counters",
+        fix="keep what commit needs (the losses that the calls returned, say) where it can read it",
+    )
+
+
 def no_copies() -> StateError:
     """Of an optimized step: a copy would share the model with the original, and not its window."""
     return StateError(

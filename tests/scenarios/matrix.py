@@ -181,11 +181,24 @@ def step_of(row: Row, optimizers: list[Optimizer]) -> Callable[..., Tensor]:
 
 
 @dataclass
+class Vote:
+    """What `commit` answers where a row has one: the last rank refuses the second update."""
+
+    refuses: bool
+    asked: int = 0
+
+    def __call__(self) -> bool:
+        self.asked += 1
+        return not (self.refuses and self.asked == 2)
+
+
+@dataclass
 class Trained:
     """A model with what trains it, as users hold them."""
 
     row: Row
     model: nn.Module
+    vote: Vote
     optimizers: list[Optimizer] = field(init=False)
     schedules: list[Any] = field(init=False)
     step: Any = field(init=False)
@@ -200,7 +213,10 @@ class Trained:
         two = row["optimizer"] == "two windows"
         k: Any = dict(zip(self.optimizers, lengths_of(row), strict=True)) if two else row["k"]
         self.step = gradsync_fx.optimize(
-            step_of(row, self.optimizers), gradient_accumulation_steps=k, **options_of(row)
+            step_of(row, self.optimizers),
+            gradient_accumulation_steps=k,
+            commit=self.vote if row["commit"] else None,
+            **options_of(row),
         )
 
     def state(self) -> Any:
@@ -209,7 +225,7 @@ class Trained:
 
     def resumed(self) -> Trained:
         """New objects with this one's state."""
-        fresh = Trained(self.row, MODELS[self.row["model"]]())
+        fresh = Trained(self.row, MODELS[self.row["model"]](), self.vote)
         held = [fresh.model, *fresh.optimizers, *fresh.schedules, fresh.step]
         for one, saved in zip(held, self.state(), strict=True):
             one.load_state_dict(saved)
@@ -241,7 +257,7 @@ def mesh_of(row: Row) -> DeviceMesh | None:
 
 def ours(row: Row, rank: int, events: list[Event], model: nn.Module) -> list[list[Tensor]]:
     """The parameters after each slot, flush or discard, as gradsync_fx trains them."""
-    trained, states = Trained(row, model), []
+    trained, states = Trained(row, model, Vote(rank == dist.get_world_size() - 1)), []
     for number, event in enumerate(events):
         if event == "stop":
             trained = trained.resumed()
@@ -280,10 +296,12 @@ def truth(row: Row, world: int, events: list[Event], model: nn.Module) -> list[l
     lengths = lengths_of(row)
     sums = [[torch.zeros_like(p) for p in params] for params in held]
     weights, slots = [0.0] * len(held), [0] * len(held)
-    states = []
+    states, vote = [], Vote(bool(row["commit"]))
 
     def close(parts: list[int]) -> None:
         done = [part for part in parts if weights[part]]
+        if done and not vote():
+            done = []
         for part in done:
             divisor = float(world) if row["reduction"] == "sum" else weights[part]
             for p, total in zip(held[part], sums[part], strict=True):
