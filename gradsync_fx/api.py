@@ -45,6 +45,7 @@ def optimize(
     skip_nonfinite: bool = False,
     rank_timeout: float | None = None,
     shard_optimizer: bool = False,
+    overlap_param_gather: bool | None = None,
     commit: Commit | None = None,
     self_check: bool = False,
     backend: Backend = "inductor",
@@ -70,6 +71,7 @@ def optimize(
     skip_nonfinite: bool = False,
     rank_timeout: float | None = None,
     shard_optimizer: bool = False,
+    overlap_param_gather: bool | None = None,
     commit: Commit | None = None,
     self_check: bool = False,
     backend: Backend = "inductor",
@@ -113,6 +115,9 @@ def optimize(train_step: Callable[..., Any] | None = None, **options: Any) -> An
     shard_optimizer (False): each rank keeps its part of the optimizers' state and makes its part of the updates (ZeRO
         stage 1): sums go in pieces to the ranks that update them, and new parameters are gathered.
         `optimizer.state_dict()` is whole, and a call for all ranks; `optimizer.state` holds this rank's pieces.
+    overlap_param_gather (None): with `shard_optimizer`, True lets new parameters arrive under the next call's forward.
+        Until then whoever reads them other than through the step, a forward of the modules or state dicts finds the
+        old ones: `step.settle()` waits for them. None and False: parameters are new when a call returns.
     commit (None): called without arguments on every rank when the reductions of an update have started; returns whether
         that update counts. One False refuses it on all ranks: parameters and state stay as they were, and the window is
         empty. What it raises refuses, too, and is raised on its own rank.

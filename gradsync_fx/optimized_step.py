@@ -14,6 +14,7 @@ import torch
 
 from gradsync_fx.capture.parallelism import refuse_other_parallelism
 from gradsync_fx.checking.self_check import Verdict, check
+from gradsync_fx.comm.arrivals import ARRIVALS
 from gradsync_fx.comm.rank_failure import NamedLosses
 from gradsync_fx.dispatch import Dispatch, warn_of_mistakes
 from gradsync_fx.eager.own_errors import USERS_FRAMES
@@ -120,6 +121,7 @@ class OptimizedStep(Generic[P, R]):
                 self._to_check = False
             first = executor.setting is None
             executor.integrity.check(self._name)
+            ARRIVALS.check()
             executor.accumulators.drop_gradients()
             result: R = self._dispatch.call(args, kwargs)
             if first:
@@ -202,6 +204,19 @@ class OptimizedStep(Generic[P, R]):
         """
         with self._one_thread.held(), self._losses:
             flush(self._executor, on_update)
+
+    def settle(self) -> None:
+        """Waits until parameters are new everywhere; with `overlap_param_gather` they may be on their way after a call.
+
+        From here to the next call they may be read and written in any way. Without that option there is nothing to wait
+        for. Raises `WindowError` where one was written while it was on its way.
+
+        >>> loss = step(model, optimizer, x, y)
+        >>> step.settle()
+        >>> averaged = torch.optim.swa_utils.AveragedModel(model)
+        """
+        with self._one_thread.held(), self._losses:
+            self._executor.settle_all()
 
     def skip(self) -> None:
         """This rank's micro-step without data: a slot of the window, with nothing in the sum nor in the divisor.
@@ -298,6 +313,7 @@ class OptimizedStep(Generic[P, R]):
         >>> step.report().k
         2
         """
+        self._executor.settle_all()
         eager = self._dispatch.eager
         if eager is not None and eager.latest is not None:
             options, named = self._executor.options, {"step": self._name, "line": self._line}
@@ -322,6 +338,7 @@ class OptimizedStep(Generic[P, R]):
         True
         """
         refuse_other_parallelism(self._train_step, args, kwargs)
+        self._executor.settle_all()
         return check(
             self._train_step, args, kwargs, self._executor.options, OptimizedStep, _mistakes_of
         )
@@ -362,6 +379,6 @@ def _without_the_step(
 
 def _end(executor: Executor, name: str, line: str, at_end: ExitStack) -> None:
     """The finalizer of a step: warns of a window that is lost, and releases what Dynamo holds."""
-    executor.settle()
+    executor.settle_all()
     warn_of_pending(executor, name, line)
     at_end.close()

@@ -53,6 +53,7 @@ class Options:
     skip_nonfinite: bool = False
     rank_timeout: float | None = None
     shard_optimizer: bool = False
+    overlap_param_gather: bool | None = None
     commit: Commit | None = None
     self_check: bool = False
     backend: Backend = "inductor"
@@ -97,7 +98,17 @@ class Options:
         _check_inductors(self.backend, self.mode, self.options)
 
     def _check_shards(self) -> None:
-        """What does not go together with `shard_optimizer`."""
+        """What does not go together with `shard_optimizer`, or not without it."""
+        hides = self.overlap_param_gather
+        if hides is not None and not isinstance(hides, bool):
+            raise _bad("overlap_param_gather", hides, "None, True or False")
+        if hides and not self.shard_optimizer:
+            raise OptionError(
+                "argument 'overlap_param_gather'",
+                seen="True without shard_optimizer=True: every rank makes the whole update, and gathers nothing",
+                wanted="shard_optimizer=True beside it",
+                fix="pass shard_optimizer=True, too, or leave overlap_param_gather out",
+            )
         if not self.shard_optimizer:
             return
         if self.on_unsupported == "eager":
@@ -171,6 +182,7 @@ class BackendOptions(TypedDict, total=False):
     skip_nonfinite: bool
     rank_timeout: float | None
     shard_optimizer: bool
+    overlap_param_gather: bool | None
     commit: Commit | None
     self_check: bool
     backend: Backend

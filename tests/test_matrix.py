@@ -31,13 +31,14 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "model": ("small", "large"),
     "k": (2, 1, 3),
     "wrap": ("ddp", "plain"),
-    "divided": (None, "updates", "inside", "between"),
+    "divided": (None, "updates", "inside", "between", "hidden"),
     "commit": (None, "some"),
 }
 ELSEWHERE = {
     "gradient_accumulation_steps": "k, and the optimizer with two windows; manual windows: test_manual.py",
     "process_group": "test_ranks_groups.py",
     "shard_optimizer": "`divided`: updates",
+    "overlap_param_gather": "`divided`: hidden, updates whose gathers end in the next call",
     "device_mesh": "`divided`: ranks inside of one machine, or between two; four ranks: test_two_levels.py",
     "broadcast_buffers": "the models have no buffers; with them: test_ranks.py",
     "on_unsupported": "no row is refused; eager windows: tests/eagerly.py",

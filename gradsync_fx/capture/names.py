@@ -72,6 +72,13 @@ def ddp_modules(seen: Observed) -> tuple[DistributedDataParallel, ...]:
     return tuple(m for m in inside if isinstance(m, DistributedDataParallel))
 
 
+def holders(seen: Observed) -> tuple[nn.Module, ...]:
+    """Modules that hold parameters themselves, of all that the step could meet."""
+    known = (*_trained_elsewhere(seen), *seen.modules)
+    inside = dict.fromkeys(m for _, root in known for m in root.modules())
+    return tuple(m for m in inside if next(m.parameters(recurse=False), None) is not None)
+
+
 def batch_norms(seen: Observed) -> tuple[str, ...]:
     """Names of the BatchNorm layers that train."""
     found = []

@@ -37,7 +37,7 @@ from gradsync_fx.capture.counts import FollowedNumber
 from gradsync_fx.capture.explained import explained
 from gradsync_fx.capture.inquiry import Inquiry, Runnable, TracedStep
 from gradsync_fx.capture.markers import TRACED, Demand
-from gradsync_fx.capture.names import batch_norms, ddp_modules, named_tensors
+from gradsync_fx.capture.names import batch_norms, ddp_modules, holders, named_tensors
 from gradsync_fx.capture.past_autograd import keep_writes, outputs_in_their_places
 from gradsync_fx.capture.patches import intercepting
 from gradsync_fx.capture.reachable import discover
@@ -67,12 +67,14 @@ from gradsync_fx.wording import name_of
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """A `Step` with the objects that it came from. name: of the user's function."""
+    """A `Step` with the objects that it came from. holders: modules that hold parameters themselves. name: of the
+    user's function."""
 
     step: Step
     fake_mode: FakeTensorMode | None
     optimizers: tuple[Optimizer, ...]
     ddp: tuple[DistributedDataParallel, ...]
+    holders: tuple[nn.Module, ...]
     parameters: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
     hooked: tuple[str, ...]
@@ -294,6 +296,7 @@ def _capture(
         fake_mode=detect_fake_mode(fakes),
         optimizers=tuple(seen.optimizers),
         ddp=ddp_modules(seen),
+        holders=holders(seen),
         parameters=parameters,
         buffers=buffers,
         hooked=tuple(names.get(id(t), "a tensor") for t in seen.hooked),

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 
 import torch
 
+from gradsync_fx.comm.arrivals import ARRIVALS
 from gradsync_fx.comm.host_copy import HostCopy
 from gradsync_fx.comm.rendezvous import Line, broadcast
 from gradsync_fx.errors import RanksDisagreeError
@@ -49,6 +50,7 @@ class Drift:
         """
         if line.group is None or (update != 1 and update % COMPARED_EVERY):
             return
+        ARRIVALS.settle()
         held = {name: p for name, p in self._parameters.items() if name in reduced}
         mine = fingerprint(held.values())
         self._pending = (update, held, HostCopy(mine))

@@ -76,7 +76,7 @@ class EagerWindow:
     def run(self, args: Any, kwargs: Any) -> Any:
         """One micro-step."""
         executor, step = self._executor, self._step_for(args, kwargs)
-        executor.settle()
+        executor.settle_all()
         if executor.catalogue.latest is not step or not step.actions:
             executor.accumulators.drop_gradients(step.objects.parameters)
         executor.accumulators.check_trainable(step.objects.parameters, executor.next_place())

@@ -106,6 +106,8 @@ class Program:
     host_values: int = 0  # how many of the outputs the host's calls want
     masked: bool = False  # it makes no update where the window's weight, its last output, is 0
     closes: bool = False  # it ends the window, or some parts of it
+    # Parameters that may be on their way when it begins, by bucket; empty where all have arrived.
+    arriving: tuple[tuple[str, ...], ...] = ()
     voted: bool = False  # whether its update counts is decided when its reductions have started
     # The position of the input that it writes first, run as it is; None where it writes nothing, and where it is cut at
     # an optimizer's own step, which writes what it likes.

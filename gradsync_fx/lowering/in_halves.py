@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
+from gradsync_fx.comm.arrivals import ARRIVALS, Arrival
 from gradsync_fx.comm.flat_bucket import buckets_in_use
 from gradsync_fx.ir.ops import WAIT
 from gradsync_fx.passes.rewritten import Halves
@@ -68,13 +70,18 @@ class InHalves:
         return Begun(args, inputs, list(first))
 
     def finish(self, begun: Begun) -> list[Any]:
-        """The update."""
+        """The update. Parameters that are gathered behind it are on their way then."""
         second: Sequence[Any] = ()
         if self.second is not None:
             second = self.second(self.halves.given(begun.inputs, begun.first))
         results = self.halves.whole(begun.inputs, begun.first, second)
         if self.after is not None:
             self.after(begun.args, results[self.outputs :])
+        held = {"input": begun.inputs, "first": begun.first, "second": second}
+        for hidden in self.halves.hidden:
+            parameters = [(name, begun.inputs[i]) for i, name in hidden.parameters]
+            given = [held[kind][i] for kind, i in hidden.inputs]
+            ARRIVALS.add(Arrival(parameters, partial(hidden.module, *given)))
         return results[: self.outputs]
 
     def refuse(self, begun: Begun) -> list[Any]:

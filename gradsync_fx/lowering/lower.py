@@ -86,7 +86,7 @@ def lower(
 
     known: updates that were compiled for other programs of the step, by what they compute; grows.
     """
-    if options.backend == "inductor" and not _is_complex(program):
+    if is_rewritten(program, options):
         rewritten = rewrite(program, fake_mode, journal, FOR_INDUCTOR, options.without)
         return _inductor(rewritten, options, journal, {} if known is None else known)
     if as_it_is(options) or options.backend == "inductor":
@@ -120,6 +120,11 @@ def _two_calls(rewritten: Rewritten, backend: Callable[[GraphModule, list[Any]],
 
 def _values(module: GraphModule) -> list[Any]:
     return [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
+
+
+def is_rewritten(program: Program, options: Options) -> bool:
+    """Whether Inductor compiles a program, after all passes of its own."""
+    return options.backend == "inductor" and not _is_complex(program)
 
 
 def _is_complex(program: Program) -> bool:

@@ -61,8 +61,10 @@ def recording_of(rewritten: Rewritten, *, asked: bool) -> Recording:
 def _never(rewritten: Rewritten) -> Iterator[str]:
     holders = rewritten.main.graph.find_nodes(op="placeholder")
     held = held_inputs(rewritten)
-    if rewritten.halves is not None:
+    if rewritten.program.voted:
         yield "commit decides on the host whether its update is made"
+    if rewritten.program.arriving:
+        yield "parameters arrive while it runs, and the host waits for each where it is read"
     yield from _on_host(rewritten.main)
     for number in host_numbers(rewritten):
         yield f"{number} is a number of Python's, which a recording would keep as it was"

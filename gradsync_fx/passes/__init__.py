@@ -30,6 +30,7 @@ from gradsync_fx.passes.check_lowered import check_lowered
 from gradsync_fx.passes.device_numbers import numbers_on_device
 from gradsync_fx.passes.fuse import add_products, norms_as_sums, numbers_as_tensors, write_early
 from gradsync_fx.passes.halves import cut_in_halves, mark_update_writes
+from gradsync_fx.passes.hide_gathers import arrive_before_use, hide_gathers
 from gradsync_fx.passes.inline import inline_bodies
 from gradsync_fx.passes.join_updates import join_updates
 from gradsync_fx.passes.mask import mask_boundary
@@ -92,7 +93,9 @@ FOR_INDUCTOR: list[tuple[str, LoweringPass]] = [
     (ALWAYS, numbers_as_tensors),
     (ALWAYS, numbers_on_device),
     ("overlap", spread_waits),
+    (ALWAYS, arrive_before_use),
     (ALWAYS, cut_in_halves),
+    (ALWAYS, hide_gathers),
 ]
 FOR_OTHERS: list[tuple[str, LoweringPass]] = [
     (ALWAYS, inline_bodies),
@@ -111,6 +114,7 @@ def build(name: str, plan: Plan, fake_mode: object, journal: Journal, *, tail: b
         passes = TAIL if tail else MICRO_STEP
         program = run_passes(passes, journal, start, plan, proof=check_graphs).finish()
         program.closes, program.voted = bool(plan.closing), plan.voted
+        program.arriving = plan.arriving
         verify(program, plan, tail=tail)
     return program
 

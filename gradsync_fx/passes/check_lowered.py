@@ -17,19 +17,19 @@ may share a storage unless one is a view of the other.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from gradsync_fx.comm.arrivals import ARRIVE
 from gradsync_fx.errors import VerificationError
 from gradsync_fx.ir.memory import aliased, written
 from gradsync_fx.ir.ops import WAIT
-from gradsync_fx.ir.program import Program, output_values
+from gradsync_fx.ir.program import Kind, Program, output_values
 from gradsync_fx.passes.base import check_graphs
 from gradsync_fx.passes.device_numbers import accelerator_of
 from gradsync_fx.passes.rewritten import Halves, KernelCall, Rewritten, Wait
@@ -64,27 +64,41 @@ def check_lowered(rewritten: Rewritten) -> None:
     for i in rewritten.numbers:
         terms.number(terms.make("input", i))
     meant = Machine(terms)
-    meant_outputs = _run(program, meant, partial(meant.run, program.module), ())
-    ways: list[Callable[[Machine], Callable[[list[Any]], list[Any]]]]
-    ways = [lambda machine: partial(machine.run, main)]
-    halves = rewritten.halves
-    if halves is not None:
-        ways.append(lambda machine: partial(_run_halves, machine, halves))
-    for way in ways:
+    meant_outputs = _run(program, meant, program.module, ())
+    away = [i for i, slot in enumerate(program.slots) if slot.kind is Kind.PARAMETER]
+    for halves in [None] if rewritten.halves is None else [None, rewritten.halves]:
         done = Machine(terms)
-        run = way(done)
-        outputs = _run(program, done, run, after, rewritten.numbers)
+        done.away.update(away if any(n.target is ARRIVE for n in main.graph.nodes) else ())
+        form = main if halves is None else _InTurn(done, halves)
+        outputs = _run(program, done, form, after, rewritten.numbers)
         _compare_all(program, meant, meant_outputs, done, outputs)
     for module in rewritten.modules():
         _check_storages(program, module)
 
 
-def _run_halves(machine: Machine, halves: Halves, inputs: Sequence[Any]) -> list[Any]:
-    first = machine.run(halves.first, [inputs[i] for i in halves.first_inputs])
-    second = []
-    if halves.second is not None:
-        second = machine.run(halves.second, halves.given(inputs, first))
-    return halves.whole(inputs, first, second)
+class _InTurn:
+    """Halves, run one after the other, and in the end what they left for later."""
+
+    def __init__(self, machine: Machine, halves: Halves) -> None:
+        self._machine, self._halves = machine, halves
+        self._held: dict[str, Sequence[Any]] = {}
+
+    def run(self, inputs: Sequence[Any]) -> list[Any]:
+        machine, halves = self._machine, self._halves
+        first = machine.run(halves.first, [inputs[i] for i in halves.first_inputs])
+        second: Sequence[Any] = ()
+        if halves.second is not None:
+            second = machine.run(halves.second, halves.given(inputs, first))
+        self._held = {"input": inputs, "first": first, "second": second}
+        return halves.whole(inputs, first, second)
+
+    def end(self) -> None:
+        for hidden in self._halves.hidden:
+            # What was on its way before lands before this does.
+            self._machine.away.difference_update(
+                self._held["input"][i].root for i, _ in hidden.parameters
+            )
+            self._machine.run(hidden.module, [self._held[kind][i] for kind, i in hidden.inputs])
 
 
 def _compare_all(
@@ -116,7 +130,7 @@ def _after(rewritten: Rewritten, call: KernelCall | Wait) -> _After:
 def _run(
     program: Program,
     machine: Machine,
-    main: Callable[[list[Any]], list[Any]],
+    main: GraphModule | _InTurn,
     after: Sequence[_After],
     numbers: Sequence[int] = (),
 ) -> list[object]:
@@ -126,7 +140,7 @@ def _run(
         elements = [machine.memory[i] for i in numbers]
         given.append(machine.bind(machine.terms.make("numbers", *elements)))
     try:
-        outputs = main(given)
+        outputs = main.run(given) if isinstance(main, _InTurn) else machine.run(main, given)
         extras = outputs[len(output_values(program.module)) :]
         held = [*inputs, *extras]
         for part in after:
@@ -136,6 +150,8 @@ def _run(
             else:
                 size = machine.bind(machine.terms.make("number of elements"))
                 machine.run(part.module, [size, *given])
+        if isinstance(main, _InTurn):
+            main.end()
         machine.finish()
     except Fault as fault:
         raise _fault(program, str(fault)) from fault

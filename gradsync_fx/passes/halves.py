@@ -55,25 +55,38 @@ def mark_update_writes(draft: Draft, plan: Plan) -> None:
 def cut_in_halves(rewritten: Rewritten) -> None:
     """Cuts a program that reduces and updates, or whose update waits for a vote.
 
-    On a device both halves are queued at once, and one program is one launch less: it stays whole without a vote.
+    On a device both halves are queued at once, and one program is one launch less: it stays whole, unless something
+    comes between its parts.
     """
     program, main = rewritten.program, rewritten.main
     reduces = any(n.target is START_SUMS or n.meta.get("bucket") for n in main.graph.nodes)
     on_device = accelerator_of(program.inputs()) is not None
-    if program.voted or program.closes and reduces and not on_device:
-        rewritten.halves = _Cutter(main, rewritten.slots).halves()
+    apart = program.voted or bool(program.arriving)
+    if program.closes and (apart or reduces and not on_device) or program.voted:
+        rewritten.halves = Cutter(main, rewritten.slots).halves()
 
 
-class _Cutter:
-    def __init__(self, module: GraphModule, slots: Sequence[Slot]) -> None:
+class Cutter:
+    """Cuts a graph in two; second: the nodes of the second half.
+
+    slots: of the placeholders; there may be one more, a vector of numbers. seeds: with all that depends on them and has
+    to come after them they are the second half; by default what an update consists of.
+    """
+
+    def __init__(
+        self, module: GraphModule, slots: Sequence[Slot], seeds: Iterable[Node] | None = None
+    ) -> None:
         self._module, self._slots = module, slots
         self._holders = list(module.graph.find_nodes(op="placeholder"))
         self._position = {holder: i for i, holder in enumerate(self._holders)}
         self._kind = dict(zip(self._holders, (slot.kind for slot in slots), strict=False))
         self._nodes = [n for n in module.graph.nodes if n.op not in ("placeholder", "output")]
         self._resets = frozenset(resets(module).values())
-        self._second = self._closure(n for n in self._nodes if self._is_late(n))
-        self._sink()
+        if seeds is None:
+            self.second = self._closure(n for n in self._nodes if self._is_late(n))
+            self._sink()
+        else:
+            self.second = self._closure(seeds)
         self._given: list[Node] = []  # outputs of the first half
 
     def _is_late(self, node: Node) -> bool:
@@ -108,14 +121,14 @@ class _Cutter:
     def _sink(self) -> None:
         """What is made of held tensors and numbers alone, for the update alone, is part of the update."""
         changed = {base_of(argument(n, 0)) for n in self._nodes if n.target is _COPY}
-        changed -= {base_of(argument(n, 0)) for n in self._second if n.target is _COPY}
+        changed -= {base_of(argument(n, 0)) for n in self.second if n.target is _COPY}
         held = {h for h, kind in self._kind.items() if kind in _HELD and h not in changed}
         for node in self._nodes:
             if not node.is_impure() and all(n in held for n in node.all_input_nodes):
                 held.add(node)
         for node in reversed(self._nodes):
-            if node in held and node.users and all(u in self._second for u in node.users):
-                self._second.add(node)
+            if node in held and node.users and all(u in self.second for u in node.users):
+                self.second.add(node)
 
     def halves(self) -> Halves:
         second, inputs = self._make_second()
@@ -126,14 +139,14 @@ class _Cutter:
             v.meta["val"] if isinstance(v, Node) else v for v in output_values(self._module)
         )
         return Halves(
-            first,
-            second,
-            taken,
-            tuple(inputs),
-            results,
-            tuple(h.meta["val"] for h in self._holders),
-            forms,
-            tuple(self._given.index(n) for n in under_way),
+            first=first,
+            second=second,
+            first_inputs=taken,
+            second_inputs=tuple(inputs),
+            results=results,
+            inputs=tuple(h.meta["val"] for h in self._holders),
+            forms=forms,
+            started=tuple(self._given.index(n) for n in under_way),
         )
 
     def _give(self, node: Node) -> int:
@@ -149,7 +162,7 @@ class _Cutter:
             value = argument(value, 0)
         if value in self._position:
             return "input", self._position[value]
-        if value in self._second:
+        if value in self.second:
             return "second", self._returned.index(value)
         return "first", self._give(value)
 
@@ -157,9 +170,9 @@ class _Cutter:
         """Results of collectives that the first half starts and does not wait for; what they send is given, too."""
         found = []
         for node in self._nodes:
-            if node in self._second or not ops.is_collective(node):
+            if node in self.second or not ops.is_collective(node):
                 continue
-            if any(u in self._second and u.target is ops.WAIT for u in node.users):
+            if any(u in self.second and u.target is ops.WAIT for u in node.users):
                 found.append(node)
                 for sent in node.all_input_nodes:
                     source = _source(sent)
@@ -170,13 +183,13 @@ class _Cutter:
     def _make_second(self) -> tuple[GraphModule | None, list[tuple[str, int]]]:
         values = output_values(self._module)
         returned = dict.fromkeys(
-            v for v in values if isinstance(v, Node) and v in self._second and v.target is not _COPY
+            v for v in values if isinstance(v, Node) and v in self.second and v.target is not _COPY
         )
         self._returned = list(returned)
-        body = [n for n in self._nodes if n in self._second]
+        body = [n for n in self._nodes if n in self.second]
         if not body:
             return None, []
-        made = _SecondHalf(self._module, self._position, self._second)
+        made = _SecondHalf(self._module, self._position, self.second)
         for node in body:
             for source in node.all_input_nodes:
                 made.ask(source)
@@ -218,7 +231,7 @@ class _Cutter:
 
     def _make_first(self) -> tuple[GraphModule, tuple[int, ...]]:
         graph, env = Graph(), dict[Node, Node]()
-        kept = _needed(self._nodes, self._second, self._given)
+        kept = _needed(self._nodes, self.second, self._given)
         read = {n for node in kept for n in node.all_input_nodes} | {*self._given}
         taken = [
             h for h in self._holders if h in read or not isinstance(h.meta["val"], torch.Tensor)
@@ -238,7 +251,7 @@ class _SecondHalf:
     def __init__(
         self, module: GraphModule, position: dict[Node, int], second: Collection[Node]
     ) -> None:
-        self._position, self._second = position, second
+        self._position, self.second = position, second
         # Sizes of the other inputs may be expressions of these.
         self.inputs: list[Node] = [
             h for h in position if not isinstance(h.meta["val"], torch.Tensor)
@@ -248,7 +261,7 @@ class _SecondHalf:
 
     def ask(self, node: Node) -> None:
         known: Callable[[list[Node]], bool] = lambda where: node in where  # noqa: E731
-        if node in self._second or any(map(known, (self.inputs, self.carried, self.again))):
+        if node in self.second or any(map(known, (self.inputs, self.carried, self.again))):
             return
         if node in self._position:
             self.inputs.append(node)

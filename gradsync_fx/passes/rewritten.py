@@ -87,6 +87,19 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
+class HiddenGather:
+    """What is left of a gather of new parameters when it has started: the wait, and the writes.
+
+    inputs: each an input of the whole program, or an output of one of its halves.
+    parameters: the inputs that it writes, by position, with their names.
+    """
+
+    module: GraphModule
+    inputs: tuple[tuple[str, int], ...]
+    parameters: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Halves:
     """Two graphs for one.
 
@@ -96,6 +109,7 @@ class Halves:
     results: the outputs of the whole: an output of a half, an input as it is at the end, or a constant.
     inputs, forms: fake values of the inputs of the whole, and of its outputs.
     started: outputs of the first half that are the results of collectives under way.
+    hidden: what is done when the next call needs it, or somebody else.
     """
 
     first: GraphModule
@@ -106,6 +120,7 @@ class Halves:
     inputs: tuple[Any, ...]
     forms: tuple[Any, ...]
     started: tuple[int, ...]
+    hidden: tuple[HiddenGather, ...] = ()
 
     def modules(self) -> list[GraphModule]:
         return [self.first] if self.second is None else [self.first, self.second]
@@ -164,6 +179,7 @@ class Rewritten:
     def modules(self) -> list[GraphModule]:
         """All its graphs, the main one first."""
         halves = self.halves.modules() if self.halves else []
+        halves += [h.module for h in self.halves.hidden] if self.halves else []
         return [self.main, *halves, *self.updates.values()]
 
 

@@ -33,6 +33,7 @@ ALL_GATHER = _c10d.all_gather_into_tensor.default
 ONE_BY_ONE = 8
 # A gather in which ranks send equally much costs what is padded; one in which they do not, a copy for each rank.
 MOST_PADDING = 1.25
+HIDES = "hides"  # of a node's meta: a gather of new parameters that may be waited for later
 
 
 class Layout:
@@ -155,9 +156,11 @@ def gather(
     mine: Sequence[Node],
     forms: Sequence[torch.Tensor],
     group: str,
+    *,
+    hides: bool = False,
 ) -> list[Node]:
     """What all ranks' pieces make together, in these forms, all of one dtype. mine: this rank's, empty where it has
-    none: so the gather comes, on every rank, after what the others' wait for.
+    none: so the gather comes, on every rank, after what the others' wait for. hides: it may end in the next call.
 
     Goes where the builder inserts.
     """
@@ -188,6 +191,7 @@ def gather(
         split = [lengths[plan.rank]] * plan.world
         started = draft.call_known(form, ALL_TO_ALL, sent, lengths, split, group)
         begins = [sum(lengths[:rank]) for rank in range(plan.world)]
+    started.meta[HIDES] = hides
     waited = draft.call_known(draft.form(form), ops.WAIT, started)
     table, start = _table(draft, layout, waited, begins), 0
     found: dict[int, Node] = {}

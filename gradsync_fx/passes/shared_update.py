@@ -79,10 +79,14 @@ class SharedUpdate:
         return own_piece(self.draft, self.plan, piece, given)
 
     def gathered(self, new: Mapping[int, Node]) -> dict[int, Node]:
-        """The new parameters, by position: one gather for those of a bucket and of one dtype, in the buckets' order."""
+        """The new parameters, by position: one gather for those of a bucket and of one dtype, in the buckets' order.
+
+        Where they arrive in the next call, in the order in which its forward gets to them: the last bucket first.
+        """
         found: dict[int, Node] = {}
         position = {leaf: i for i, leaf in self._leaf.items() if i in self._pieces}
-        for bucket in self.plan.closing_buckets():
+        buckets = list(self.plan.closing_buckets())
+        for bucket in reversed(buckets) if self.plan.arriving else buckets:
             alike: dict[torch.dtype, list[int]] = {}
             for i in (position[leaf] for leaf in bucket.leaves if leaf in position):
                 alike.setdefault(self.parameters[i].meta["val"].dtype, []).append(i)
@@ -103,4 +107,5 @@ class SharedUpdate:
                     empty = self._piece(self._pieces[i], self.gradients[i])
                     mine.append(cast(self.draft, empty, form.dtype))
             pieces = [self._pieces[i] for i in some]
-            return gather(self.draft, self.plan, pieces, mine, forms, group)
+            hides = bool(self.plan.arriving)
+            return gather(self.draft, self.plan, pieces, mine, forms, group, hides=hides)

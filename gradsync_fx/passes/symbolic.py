@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from gradsync_fx.comm.arrivals import ARRIVE
 from gradsync_fx.comm.flat_buffers import stretches
 from gradsync_fx.comm.inplace_all_reduce import START_SUMS, WAIT_SUMS
 from gradsync_fx.ir import ops
@@ -211,6 +212,7 @@ class Machine:
         self.waited: Counter[Term] = Counter()
         self.effects: Counter[Term] = Counter()
         self.under_way: dict[int, SumsUnderWay] = {}
+        self.away: set[int] = set()  # parameters that may be on their way
         self._pending: set[int] = set()  # results of functional collectives
         self._arrived: set[Ref] = set()
         self._random = 0
@@ -225,6 +227,8 @@ class Machine:
         """What a value is now."""
         if ref.root in self.under_way:
             raise Fault("it is read while its reduction is under way")
+        if ref.root in self.away:
+            raise Fault("a parameter is read before it has arrived")
         if ref.root in self._pending and not self._has_arrived(ref):
             raise Fault("the result of a collective is read before its wait")
         term = self.memory[ref.root]
@@ -240,6 +244,8 @@ class Machine:
         """A write in place. Zeros are zeros, of whatever shape they are spread from."""
         if ref.root in self.under_way:
             raise Fault("it is written while its reduction is under way")
+        if ref.root in self.away:
+            raise Fault("a parameter is written before it has arrived")
         if term.op is _aten.full.default:
             term = self.terms.make("filled", term.args[1])
         if ref.path:
@@ -274,6 +280,8 @@ class Machine:
             return self._start(node, [env[n] for n in argument(node, 0)])
         if target is WAIT_SUMS:
             return self.wait_sums([env[n] for n in argument(node, 0)])
+        if target is ARRIVE:
+            return self.away.difference_update(env[n].root for n in argument(node, 0))
         if target is JOINED:
             return [self.bind(self.read(env[n])) for n in argument(node, 0)]
         if target is ops.WAIT:

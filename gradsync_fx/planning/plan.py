@@ -88,6 +88,7 @@ class Plan:
     sync_each_batch: every call reduces its terms, so that sums hold what was reduced.
     masked: the program makes no update where no term of the window counted, which it sees itself (passes/mask.py).
     voted: the user decides, once the reductions have started, whether the update counts.
+    arriving: parameters that may be on their way when a call begins, by bucket, in the order of the forward.
     pieces: by leaf number, where updates are shared out among the ranks: what each of them updates.
     rank: this one's number in the group, where that matters.
     """
@@ -111,6 +112,7 @@ class Plan:
     sync_each_batch: bool
     masked: bool = False
     voted: bool = False
+    arriving: tuple[tuple[str, ...], ...] = ()
     pieces: dict[int, Portion] = field(default_factory=dict)
     rank: int = 0
 

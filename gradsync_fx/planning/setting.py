@@ -150,6 +150,7 @@ def shared_options(setting: Setting, options: Options) -> dict[str, object]:
         "skip_nonfinite": options.skip_nonfinite,
         "sync_each_batch": options.sync_each_batch,
         "shard_optimizer": options.shard_optimizer,
+        "overlap_param_gather": bool(options.overlap_param_gather),
         "commit": "None" if options.commit is None else "given",
         "broadcast_buffers": setting.broadcast_buffers,
         "bucket_cap_mb": setting.bucket_bytes / MIB,

@@ -116,6 +116,18 @@ class CapturedFacts:
         return self.options.shard_optimizer and self.setting.group is not None
 
     @property
+    def arriving(self) -> tuple[tuple[str, ...], ...]:
+        """Parameters that may be on their way when a call begins, by bucket, in the order of the forward."""
+        if not self.shares or not self.options.overlap_param_gather:
+            return ()
+        leaves, shared = self.capture.step.leaves, self.reduced
+        found = (
+            tuple(name for i in bucket.leaves if (name := leaves[i].name) in shared)
+            for bucket in reversed(self.buckets)
+        )
+        return tuple(names for names in found if names)
+
+    @property
     def simulated(self) -> bool:
         """Whether its ranks are not there."""
         group = self.setting.group

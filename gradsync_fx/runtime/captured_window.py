@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradsync_fx.capture.tracer import Capture
+from gradsync_fx.comm.arrivals import ARRIVALS
 from gradsync_fx.comm.rendezvous import ACCUMULATE, BOUNDARY
 from gradsync_fx.runtime.captured_step import CapturedStep
 from gradsync_fx.runtime.executor import Executor
@@ -29,6 +30,7 @@ class CapturedWindow:
         """Prepares a capture to run; returns what runs it."""
         executor = self._executor
         options = executor.options
+        ARRIVALS.settle()
         for declared in capture.declared:
             declared.check(options.gradient_accumulation_steps)
         for number in capture.numbers:

@@ -15,7 +15,7 @@ from gradsync_fx.runtime.state_format import Saved, check_fits, foreign_state, p
 def save(executor: Executor) -> dict[str, Any]:
     """The open window of this rank; see `state.pack`. Raises `WindowError` where it is void."""
     executor.integrity.check("state_dict", allowed=MEETING)
-    executor.settle()
+    executor.settle_all()
     held = executor.accumulators
     executor.saved = executor.window
     saved = Saved(
@@ -33,7 +33,7 @@ def save(executor: Executor) -> dict[str, Any]:
 def load(executor: Executor, given: Any) -> None:
     """Takes what `save` gave. Raises `StateError` where it does not fit; nothing is changed then."""
     executor.integrity.check("load_state_dict", allowed=SUMS | UPDATE)
-    executor.settle()
+    executor.settle_all()
     saved = unpack(given, list(executor.options.steps), *_place(executor))
     held = executor.accumulators
     steps = executor.catalogue.steps

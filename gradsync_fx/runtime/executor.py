@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from gradsync_fx.comm.arrivals import ARRIVALS
 from gradsync_fx.comm.collectives import Agreement
 from gradsync_fx.comm.drift import Drift
 from gradsync_fx.comm.rendezvous import (
@@ -204,7 +205,7 @@ class Executor:
 
     def meet_to_save(self) -> None:
         """Lets all ranks come together to gather an optimizer's state. Raises where some are elsewhere."""
-        self.settle()
+        self.settle_all()
         window = self.window
         line = Line(self.catalogue.captures[0].setting.group, self.options.rank_timeout)
         self.drift.compare(line)
@@ -284,6 +285,12 @@ class Executor:
             self._states.watch(step.objects.optimizers, self.settle)
         if self._ballot is not None:
             self._ballot.end()
+
+    def settle_all(self) -> None:
+        """As `settle`; and waits until parameters are in place."""
+        self.settle()
+        ARRIVALS.check()
+        ARRIVALS.settle()
 
     def settle(self) -> None:
         """Learns whether the last window made an update, where only the device knew; waits for it, not for more."""

@@ -25,7 +25,7 @@ from gradsync_fx.ir.ops import argument
 from gradsync_fx.ir.program import Program
 from gradsync_fx.lowering.artifacts import artifact
 from gradsync_fx.lowering.in_stages import in_stages
-from gradsync_fx.lowering.lower import Compiled, decompositions, lower
+from gradsync_fx.lowering.lower import Compiled, decompositions, is_rewritten, lower
 from gradsync_fx.optim.binding import Binding, left_as_they_are
 from gradsync_fx.optim.opaque import Opaque
 from gradsync_fx.optim.shares import refuse_divided, refuse_opaque, shares_of
@@ -53,10 +53,12 @@ class BuiltProgram:
 
 @dataclass(frozen=True, slots=True)
 class CompiledProgram:
-    """A program that can run. run: takes the list of its inputs, and returns its outputs."""
+    """A program that can run. run: takes the list of its inputs, and returns its outputs. waits_for_parameters: on
+    their way, where it reads them; otherwise all have to be there."""
 
     built: BuiltProgram
     run: Compiled
+    waits_for_parameters: bool
 
     @property
     def program(self) -> Program:
@@ -96,6 +98,7 @@ class ProgramCache:
             wire_dtype=facts.setting.wire_dtype,
             sync_each_batch=facts.options.sync_each_batch,
             rank=facts.setting.rank,
+            arriving=facts.arriving,
         )
         self.bindings = _bind(facts)
         self._divides = False
@@ -134,7 +137,8 @@ class ProgramCache:
             name = built.program.name
             self.compile_seconds[name] = seconds = time.perf_counter() - start
             log.info("compiled the %s program in %.2f s", name, seconds)
-            self._compiled[key] = CompiledProgram(built, lowered)
+            waits = bool(built.program.arriving) and is_rewritten(built.program, options)
+            self._compiled[key] = CompiledProgram(built, lowered, waits)
         return self._compiled[key]
 
     def masked(self, closing: frozenset[int]) -> CompiledProgram | None:

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch.profiler import record_function
 
+from gradsync_fx.comm.arrivals import ARRIVALS
 from gradsync_fx.comm.flat_bucket import FlatBuckets
 from gradsync_fx.ir.program import Kind, Program
 from gradsync_fx.lowering.in_halves import InTwo
@@ -20,6 +21,7 @@ from gradsync_fx.runtime.captured_facts import CapturedFacts
 from gradsync_fx.runtime.consistency import Integrity
 from gradsync_fx.runtime.divisors import Divisors
 from gradsync_fx.runtime.program_cache import CompiledProgram, ProgramCache
+from gradsync_fx.runtime.settling import watch_reads
 
 
 _HELD = frozenset((Kind.STATE, Kind.SCALAR))
@@ -59,6 +61,8 @@ class ProgramRunner:
         counts: whether its update does; asked, where the program waits for that, when its reductions have started.
         """
         program, updates, opaque = compiled.program, compiled.built.updates, compiled.built.opaque
+        if not compiled.waits_for_parameters:
+            ARRIVALS.settle()
         held = self._held(compiled, divisors)
         start = time.perf_counter()
         inputs = self._inputs(program, args, held)
@@ -84,6 +88,7 @@ class ProgramRunner:
         if program.masked:
             self.masked = (results.pop(), self._numbers_held(compiled))
         self._commit(compiled, results, updated=updated)
+        watch_reads(self._facts.capture.holders)
         return results
 
     @staticmethod

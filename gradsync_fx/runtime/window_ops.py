@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gradsync_fx.comm.arrivals import ARRIVALS
 from gradsync_fx.comm.liveness import in_job
 from gradsync_fx.comm.rendezvous import ACCUMULATE, BOUNDARY, FLUSH
 from gradsync_fx.errors import WindowError
@@ -18,6 +19,7 @@ from gradsync_fx.wording import number_of
 def flush(executor: Executor, on_update: Any = None) -> None:
     """Closes the open window with what is summed; participates in the windows of ranks that still have data."""
     executor.integrity.check("flush")
+    ARRIVALS.check()
     executor.sync_gradients = False
     step = executor.catalogue.closer()
     if step is None:
@@ -34,12 +36,14 @@ def flush(executor: Executor, on_update: Any = None) -> None:
         if meeting.over:
             break
     executor.buffers.at_end(step)
+    ARRIVALS.settle()
     executor.sync_gradients = updated
 
 
 def skip(executor: Executor) -> None:
     """A slot without data."""
     executor.integrity.check("skip")
+    ARRIVALS.check()
     executor.settle()
     step = executor.catalogue.closer()
     if step is None:

@@ -342,6 +342,7 @@ class Maker:
             step=Step(module, tuple(self.slots), leaves),
             fake_mode=self.mode,
             optimizers=tuple(self.optimizers),
+            holders=(),
             ddp=(),
             parameters=dict(zip(names, self.tensors, strict=False)),
             buffers=dict(zip(names[len(self.tensors) :], self.buffers, strict=False)),

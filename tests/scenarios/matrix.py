@@ -241,7 +241,8 @@ def options_of(row: Row) -> dict[str, Any]:
         "bucket_cap_mb": row["bucket_cap_mb"],
         "accumulator_dtype": DTYPES.get(row["accumulator_dtype"]),
         "reduce_dtype": DTYPES.get(row["reduce_dtype"]),
-        "shard_optimizer": row["divided"] == "updates",
+        "shard_optimizer": row["divided"] in ("updates", "hidden"),
+        "overlap_param_gather": row["divided"] == "hidden",
         "device_mesh": mesh_of(row),
         "without": tuple(filter(None, [row["without"]])),
         "backend": row.get("backend", "inductor"),
@@ -279,6 +280,7 @@ def ours(row: Row, rank: int, events: list[Event], model: nn.Module) -> list[lis
                 step.skip()
             if step.optimizer_step > updates:
                 advance(trained.schedules)
+        step.settle()  # each rank by itself, and only where something is on its way
         states.append([p.detach().clone() for p in trained.model.parameters()])
     return states
 
