@@ -48,7 +48,8 @@ class Position:
     call runs that need its data. fed: its micro-steps with data in the open window, this call included. buffers:
     a number for the module buffers that it sends or takes. weights: of each part's terms on this rank; where weights
     are known only when a micro-step has run, without this call's. masks: whether its boundary program sees by itself
-    whether a term counted; then it waited for no weight, and tells none.
+    whether a term counted; then it waited for no weight, and tells none. updates: a number for those of each part that
+    closes, where they are shared out among the ranks; else 0.
     """
 
     kind: int
@@ -67,13 +68,15 @@ class Position:
     buffers: int
     masks: int
     weights: tuple[float, ...]
+    updates: tuple[float, ...]
 
 
 def saving(k: int, pending: int, optimizer_step: int, parts: int) -> Position:
     """Of a rank that saves an optimizer's state, between two calls of its step."""
     here = {"k": k, "pending": pending, "optimizer_step": optimizer_step}
     nothing = dict.fromkeys((field.name for field in fields(Position)), 0)
-    return Position(**{**nothing, **here, "kind": SAVING, "weights": (0.0,) * parts})  # type: ignore[arg-type]
+    by_part = dict.fromkeys(("weights", "updates"), (0.0,) * parts)
+    return Position(**{**nothing, **here, **by_part, "kind": SAVING})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +224,7 @@ class Line:
         fixed = [mine.kind, mine.runs, mine.k, mine.pending, mine.closing, mine.optimizer_step]
         asked = [mine.layout, mine.discards, mine.certain, mine.settled]
         held = [mine.collectives, mine.bound, mine.fed, mine.buffers, mine.masks]
-        numbers = [*fixed, *asked, *held, *mine.weights]
+        numbers = [*fixed, *asked, *held, *mine.weights, *mine.updates]
         rows = self.gather(numbers, where=self.place(mine.pending, mine.k, mine.optimizer_step))
         return Meeting([_position(row) for row in rows])
 
@@ -232,9 +235,10 @@ class Line:
 
 
 def _position(row: list[float]) -> Position:
-    *names, weights = (field.name for field in fields(Position))
+    *names, weights, updates = (field.name for field in fields(Position))
     held: dict[str, Any] = dict(zip(names, map(int, row), strict=False))
-    held[weights] = tuple(row[len(names) :])
+    parts = (len(row) - len(names)) // 2
+    held[weights], held[updates] = tuple(row[len(names) : -parts]), tuple(row[-parts:])
     return Position(**held)
 
 

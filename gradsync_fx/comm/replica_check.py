@@ -7,7 +7,7 @@ which gloo ends the process, or train copies that drift apart. Whether they do i
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -23,11 +23,12 @@ def check_replicas(
     options: Mapping[str, object],
     parameters: Mapping[str, torch.Tensor],
     buffers: Mapping[str, torch.Tensor],
+    optimizers: Sequence[str],
 ) -> None:
     """Raises, on every rank, what differs first.
 
-    `RanksDisagreeError` for an option, `ReplicaMismatchError` for a parameter or buffer: another number of them,
-    another name, shape or dtype, or (parameters only) other bytes.
+    `RanksDisagreeError` for an option or an optimizer, `ReplicaMismatchError` for a parameter or buffer: another number
+    of them, another name, shape or dtype, or (parameters only) other bytes. optimizers: what has to be alike of them.
     """
     held = {"parameters": parameters, "buffers": buffers}
     forms = {what: [_form(n, t) for n, t in tensors.items()] for what, tensors in held.items()}
@@ -36,6 +37,7 @@ def check_replicas(
             *(_number(repr(value)) for value in options.values()),
             *(float(len(tensors)) for tensors in held.values()),
             *(_number(repr(form)) for form in forms.values()),
+            number_of(optimizers),
         ],
         where=FIRST,
     )
@@ -47,10 +49,43 @@ def check_replicas(
         if len(set(counts)) > 1:
             told = ", ".join(f"rank {r} has {int(n)} {what}" for r, n in enumerate(counts))
             raise _other_model("the model", told, "equal copies of the model on all ranks")
-    for what, sums in zip(forms, columns, strict=True):
+    for what, sums in zip(forms, columns, strict=False):
         if len(set(sums)) > 1:
             raise _other_form(what, [t.split("\n") for t in line.texts("\n".join(forms[what]))])
+    check_optimizers(line, next(columns), optimizers)
     _check_values(line, parameters)
+
+
+def number_of(optimizers: Sequence[str]) -> float:
+    """For all that is told of them; 0 for nothing: a rank that knows of none has nothing to compare."""
+    return _number("\n".join(optimizers)) if optimizers else 0.0
+
+
+def alike_updates(line: Line, mine: Sequence[str]) -> None:
+    """Raises `RanksDisagreeError`, on every rank, where ranks are about to make another update than each other."""
+    check_optimizers(line, [row[0] for row in line.gather([number_of(mine)])], mine)
+
+
+def check_optimizers(line: Line, numbers: Iterable[float], mine: Sequence[str]) -> None:
+    """Raises `RanksDisagreeError`, on every rank, where what is told of the ranks' optimizers differs.
+
+    numbers: of all ranks, by `number_of`. mine: what this rank tells.
+    """
+    if len(set(numbers) - {0.0}) <= 1:
+        return
+    told = [text.split("\n") if text else [] for text in line.texts("\n".join(mine))]
+    longest = max(map(len, told))
+    padded = [[*lines, *["nothing more"] * (longest - len(lines))] for lines in told if lines]
+    ranks = [rank for rank, lines in enumerate(told) if lines]
+    i = next(i for i, same in enumerate(zip(*padded, strict=True)) if len(set(same)) > 1)
+    shown = zip(ranks, (lines[i] for lines in padded), strict=True)
+    raise RanksDisagreeError(
+        "the optimizers",
+        seen=", ".join(f"rank {rank} has {text}" for rank, text in shown),
+        wanted="the same optimizers on all ranks, with the same groups, settings and state: each rank makes the update "
+        "by its own",
+        fix="build, load and change the optimizers on every rank alike",
+    )
 
 
 def _check_values(line: Line, parameters: Mapping[str, torch.Tensor]) -> None:

@@ -131,6 +131,10 @@ class EagerStep:
         """That, too, is asked gradient by gradient."""
         return False
 
+    def updates_told(self, parts: Collection[int]) -> list[str]:
+        """It divides none."""
+        return []
+
     def masks(self, accumulators: Accumulators, closing: frozenset[int], summed: int) -> bool:
         """It has no program of its own."""
         return False

@@ -55,22 +55,48 @@ def _in_row(shape: Sequence[int], number: int, start: int, end: int) -> Iterator
         yield (number, *offsets), (1, *sizes)
 
 
+class Strides(tuple[int, ...]):
+    """Of a flat tensor with so many elements."""
+
+    elements: int
+
+    def __new__(cls, elements: int) -> Strides:
+        made = super().__new__(cls, (1,))
+        made.elements = elements
+        return made
+
+
 class ShardTensor(torch.Tensor):
     """This rank's elements of a larger tensor, in the memory of the optimizer's state; empty where it has none."""
 
-    whole: torch.Size
+    whole: tuple[int, ...]
     start: int
 
     @classmethod
     def of(cls, piece: Tensor, whole: Sequence[int], start: int) -> ShardTensor:
         """piece: flat; its first element is number `start` of the whole tensor, flattened."""
         made = piece.detach().reshape(-1).as_subclass(cls)
-        made.whole, made.start = torch.Size(whole), start
+        made.whole, made.start = tuple(whole), start
         return made
 
     def size(self, dim: int | None = None) -> Any:
         """Of the whole tensor: what a checkpoint compares."""
-        return self.whole if dim is None else self.whole[dim]
+        return torch.Size(self.whole) if dim is None else self.whole[dim]
+
+    # What `async_save` copies aside is made of these: `y = x.new_empty(...)`, then `y.set_(copied, ..., x.stride())`.
+
+    def stride(self, dim: int | None = None) -> Any:
+        """Of the elements that are here, with their number."""
+        return Strides(self.elements().numel()) if dim is None else 1
+
+    def new_empty(self, *size: Any, **options: Any) -> ShardTensor:
+        """Without an element, whatever the size: that is the whole tensor's."""
+        return self.elements().new_empty(0, **options).as_subclass(ShardTensor)
+
+    def set_(self, source: Any, offset: int, size: Any, stride: Strides) -> ShardTensor:  # type: ignore[override]
+        """Elements as they lie in other memory."""
+        super().set_(source, offset, (stride.elements,), (1,))
+        return self
 
     def elements(self) -> Tensor:
         """As a plain tensor, flat."""
@@ -96,7 +122,7 @@ class ShardTensor(torch.Tensor):
                 tensor_data=TensorWriteData(
                     chunk=chunk,
                     properties=TensorProperties.create_from_tensor(part),
-                    size=self.whole,
+                    size=self.size(),
                 ),
             )
             for chunk, part in self._chunks()

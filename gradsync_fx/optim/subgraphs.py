@@ -29,6 +29,8 @@ _POINTWISE = frozenset(
     {
         ITEM,
         _aten.clone.default,
+        _aten.detach.default,
+        _aten.detach_copy.default,
         _aten.zeros_like.default,
         _aten.full_like.default,
         _aten._to_copy.default,

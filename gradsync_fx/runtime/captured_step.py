@@ -30,6 +30,7 @@ from gradsync_fx.capture.tracer import Capture
 from gradsync_fx.comm.collectives import OwnCollectives
 from gradsync_fx.comm.host_copy import HostCopy
 from gradsync_fx.comm.rendezvous import Line
+from gradsync_fx.comm.replica_check import alike_updates
 from gradsync_fx.ir.deferral import check_deferrable
 from gradsync_fx.ir.program import Kind
 from gradsync_fx.lowering.lower import as_it_is
@@ -46,6 +47,7 @@ from gradsync_fx.runtime.participate import take_part
 from gradsync_fx.runtime.program_cache import ProgramCache
 from gradsync_fx.runtime.program_runner import ProgramRunner
 from gradsync_fx.runtime.refusals import no_common_tail
+from gradsync_fx.runtime.sharing import updates_told
 from gradsync_fx.runtime.window import NONE
 
 
@@ -114,6 +116,10 @@ class CapturedStep:
     def certain(self, in_window: Collection[str], closing: Collection[int]) -> bool:
         return self.facts.certain(in_window, closing)
 
+    def updates_told(self, parts: Collection[int]) -> list[str]:
+        bindings = self.programs.bindings.values()
+        return updates_told(self.facts, (b for b in bindings if b.part in parts))
+
     def masks(self, accumulators: Accumulators, closing: frozenset[int], summed: int) -> bool:
         """Where each of its gradients has a term of every micro-step, so that all of them count or none does; and
         nothing happens on the host that could not be taken back."""
@@ -177,6 +183,8 @@ class CapturedStep:
         totals, late = ending.totals(ready=ready, weighs=self.weighs)
         if target is None or late:
             raise no_common_tail(late)
+        if names and target.facts.shares:
+            alike_updates(ending.line, target.updates_told(closing))
         updated = frozenset(part for part in closing if totals[part] > 0) if names else NONE
         if updated:
             target.host.values = self.host.values

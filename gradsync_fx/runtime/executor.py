@@ -28,7 +28,8 @@ from gradsync_fx.comm.rendezvous import (
     check_same_window,
     saving,
 )
-from gradsync_fx.comm.replica_check import check_replicas
+from gradsync_fx.comm.replica_check import check_optimizers, check_replicas, number_of
+from gradsync_fx.optim.likeness import told
 from gradsync_fx.options import Options
 from gradsync_fx.planning.setting import Setting, shared_options
 from gradsync_fx.runtime.accumulators import Accumulators
@@ -101,11 +102,18 @@ class Executor:
         if setting.group is not None:
             with self.integrity.among_ranks():
                 alike = shared_options(setting, self.options)
-                check_replicas(self._line, alike, shared, setting.shared_buffers)
+                updates = self._updates(step)
+                check_replicas(self._line, alike, shared, setting.shared_buffers, updates)
         self.buffers.first(step)
         self.drift.begin(shared)
         self._begun = True
         self.integrity.over()
+
+    def _updates(self, step: StepProtocol) -> list[str]:
+        """What has to be alike on all ranks of the optimizers, and of what they do."""
+        names = {id(p): name for name, p in step.objects.parameters.items()}
+        held = [line for o in step.objects.optimizers for line in told(o, names)]
+        return [*held, *step.updates_told(self.all_parts)]
 
     @property
     def setting(self) -> Setting | None:
@@ -168,6 +176,7 @@ class Executor:
         # A program that masks by itself is not waited for: its ranks may close without the weights, then.
         in_window = held.given() if masks else held.read_in_window()
         unread = (0.0,) * len(after.parts)
+        closes = self.all_parts if kind == FLUSH else closing
         mine = Position(
             kind=kind,
             runs=runs,
@@ -189,6 +198,10 @@ class Executor:
             else held.weights_read()
             if step.weighs
             else weights_summed(after, held, weighs=False),
+            updates=tuple(
+                number_of(step.updates_told([part])) if part in closes else 0.0
+                for part in range(len(after.parts))
+            ),
         )
         with self.integrity.among_ranks(alone=self._line.group is None):
             self.drift.compare(self._line)
@@ -198,6 +211,10 @@ class Executor:
             check_same_kind(meeting)
             self._agreement.check(self._line, meeting, step.collectives)
             check_same_window(meeting)
+            if meeting.uniform:
+                for part in meeting.closing:
+                    numbers = [p.updates[part] for p in meeting.ranks]
+                    check_optimizers(self._line, numbers, self._updates(step))
             self.buffers.follow(self._line, meeting)
             if meeting.someone_runs and self.options.sync_each_batch:
                 check_same_layout(meeting)

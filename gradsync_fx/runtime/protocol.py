@@ -74,6 +74,9 @@ class StepProtocol(Protocol):
         closing: no parts where the other ranks say which.
         """
 
+    def updates_told(self, parts: Collection[int]) -> list[str]:
+        """What has to be alike on all ranks of the updates of these parts, in words; nothing where none is divided."""
+
     def masks(self, accumulators: Accumulators, closing: frozenset[int], summed: int) -> bool:
         """Whether it can close these parts without knowing yet whether any of their `summed` micro-steps counted."""
 

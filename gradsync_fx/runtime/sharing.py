@@ -22,6 +22,8 @@ from gradsync_fx.comm.host_group import backend_of, host_group
 from gradsync_fx.comm.rendezvous import Line
 from gradsync_fx.errors import RanksDisagreeError, ShareError
 from gradsync_fx.optim.binding import Binding
+from gradsync_fx.optim.likeness import settings_told
+from gradsync_fx.optim.opaque import Opaque
 from gradsync_fx.optim.shares import Portion, Shares, shares_of
 from gradsync_fx.optim.state import State, parameters_of
 from gradsync_fx.runtime.captured_facts import CapturedFacts
@@ -40,6 +42,34 @@ def pieces_of(facts: CapturedFacts, bindings: Iterable[Binding]) -> dict[int, Po
         for i in binding.which:
             if i in binding.shares.pieces and id(flat[i]) in shared:
                 found[number[id(flat[i])]] = binding.shares.pieces[i]
+    return found
+
+
+def updates_told(facts: CapturedFacts, bindings: Iterable[Binding]) -> list[str]:
+    """What has to be alike on all ranks of these updates, in words, where they are divided; also why one cannot be.
+
+    Settings are among it: a piece that is updated with others than the rest is the same on all ranks, and wrong.
+    """
+    if not facts.shares or facts.simulated:
+        return []
+    found = []
+    for binding in bindings:
+        assert binding.shares is not None
+        optimizer, pieces = binding.optimizer, binding.shares.pieces
+        try:
+            update = binding.trace()
+        except ShareError as error:  # raised again where it is built
+            found.append(f"an update that cannot be divided: {error.seen}")
+            continue
+        if isinstance(update, Opaque):
+            found.append(f"an update that a trace does not see wholly: {update.why}")
+            continue
+        flat = parameters_of(optimizer)
+        held = sum(bool(optimizer.state.get(flat[i])) for i in binding.which)
+        cuts = repr([(i, pieces.get(i)) for i in binding.which])
+        found += [f"{type(optimizer).__qualname__} {line}" for line in settings_told(optimizer)]
+        found.append(f"state of {number_of(held, 'parameter')}")
+        found.append(f"pieces of its parameters with the number {zlib.crc32(cuts.encode()):#x}")
     return found
 
 

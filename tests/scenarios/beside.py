@@ -57,7 +57,16 @@ def disagree(rank: int) -> str:
     """Windows of other lengths."""
     line = Line(group(), 5.0)
     names = dict.fromkeys(Position.__slots__, 0)
-    mine = Position(**{**names, "kind": BOUNDARY, "k": 2 + rank, "pending": 2, "weights": (1.0,)})  # type: ignore[arg-type]
+    mine = Position(
+        **{
+            **names,
+            "kind": BOUNDARY,
+            "k": 2 + rank,
+            "pending": 2,
+            "weights": (1.0,),
+            "updates": (0.0,),
+        }
+    )  # type: ignore[arg-type]
     try:
         check_same_window(line.meet(mine))
     except GradSyncError as differ:
