@@ -65,6 +65,24 @@ class Level:
 
 
 @dataclass(frozen=True, slots=True)
+class Sharing:
+    """Updates that are shared out among the ranks, as this rank has them.
+
+    state_bytes, whole_state_bytes: of the optimizers, here and without sharing. sums_bytes, parameters_bytes: sent in a
+    window, terms of sums to those who need them and new parameters back. other_bytes: likewise, for norms and for what
+    reads whole gradients. cut: parameters of which each rank has a piece. owners: the rank that has all of one.
+    """
+
+    state_bytes: int
+    whole_state_bytes: int
+    sums_bytes: int
+    parameters_bytes: int
+    other_bytes: int
+    cut: tuple[str, ...]
+    owners: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Kept:
     """A collective of the user's that stays where it is, and why."""
 
@@ -140,8 +158,9 @@ class Memory:
 class ReportData:
     """What a step does and what the rewrite changed. See the module's text for the units.
 
-    levels: of the mesh, the slow one first; none without a mesh. moved: calls of the step that run after the program,
-    or that were dropped. memory: None for a step that runs as it is. code: made for a target; None without.
+    levels: of the mesh, the slow one first; none without a mesh. sharing: None where no update is shared out. moved:
+    calls of the step that run after the program, or that were dropped. memory: None for a step that runs as it is.
+    code: made for a target; None without.
     """
 
     step: str
@@ -155,6 +174,7 @@ class ReportData:
     bytes_after: int
     collectives: tuple[Collective, ...]
     levels: tuple[Level, ...]
+    sharing: Sharing | None
     kept: tuple[Kept, ...]
     refusals: tuple[str, ...]
     moved: tuple[str, ...]

@@ -22,6 +22,7 @@ from gradsync_fx.inspection.held import memory_of
 from gradsync_fx.inspection.levels import levels_of
 from gradsync_fx.inspection.remarks import remarks
 from gradsync_fx.inspection.report import Report
+from gradsync_fx.inspection.shares import sharing_of
 from gradsync_fx.inspection.tensors import (
     dtype_name,
     parameters,
@@ -84,6 +85,7 @@ def describe(
         bytes_after=times * size,
         collectives=collectives,
         levels=levels_of(captured.facts.setting, times * size),
+        sharing=sharing_of(captured, programs["boundary"]),
         kept=_kept(captured),
         refusals=_refusals(captured),
         moved=tuple(dict.fromkeys(m for c in captures for m in c.facts.capture.moved)),

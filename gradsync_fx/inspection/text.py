@@ -39,6 +39,7 @@ def to_tables(report: ReportData) -> RenderableType:
         Text(f"gradient = {report.scale.formula}"),
         _before_after(report),
         _levels(report),
+        _sharing(report),
         _collectives(report),
         _regions(report),
         _programs(report),
@@ -86,6 +87,25 @@ def _levels(report: ReportData) -> RenderableType:
     for level in report.levels:
         table.add_row(level.name, str(level.ranks), f"{level.bytes:,}")
     return _spaced(table)
+
+
+def _sharing(report: ReportData) -> RenderableType:
+    """What this rank has of updates that are shared out."""
+    found = report.sharing
+    if found is None:
+        return Text("", end="")
+    table = _table("updates shared out", "on this rank", "in all")
+    state, whole = binary(found.state_bytes), binary(found.whole_state_bytes)
+    table.add_row("optimizer state", state, whole)
+    owned = dict.fromkeys(sorted(set(found.owners.values())), 0)
+    for rank in found.owners.values():
+        owned[rank] += 1
+    parts = [f"a piece on each rank: {number_of(len(found.cut), 'parameter')}"]
+    parts += [f"wholly on rank {r}: {number_of(n, 'parameter')}" for r, n in owned.items()]
+    sent = f"sums {binary(found.sums_bytes)}, new parameters {binary(found.parameters_bytes)}"
+    if found.other_bytes:
+        sent += f", norms and whole gradients {binary(found.other_bytes)}"
+    return Group(_spaced(table), Text("; ".join(parts)), Text(f"sent by a rank per window: {sent}"))
 
 
 def _collectives(report: ReportData) -> RenderableType:

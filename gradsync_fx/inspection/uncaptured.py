@@ -35,6 +35,7 @@ def describe_eager(
         bytes_after=size,
         collectives=collectives,
         levels=levels_of(eager.setting, size),
+        sharing=None,
         kept=(),
         refusals=(f"not captured: {eager.why.culprit}: {eager.why.seen}",),
         moved=(),

@@ -704,3 +704,24 @@ def wires(rank: int, dtype: torch.dtype, shard: bool) -> list[Tensor]:
     for i in range(8):
         step(model, optimizer, x[world * i + rank], y[world * i + rank])
     return held(model)
+
+
+def reported(rank: int, name: str) -> dict[str, int]:
+    """Bytes of state that the report tells of, and those that are there; counters are on every rank, and left out."""
+    model = net()
+    optimizer, step = made(name, model), quick(plain_step, 1, shard_optimizer=True)
+    x, y = batches(2)
+    step(model, optimizer, x[rank], y[rank])
+    found = step.report().sharing
+    assert found is not None
+    counters = sum(
+        value.numel() * value.itemsize
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor) and value.dim() == 0 and value.device.type == "cpu"
+    )
+    return {
+        "told": found.state_bytes - counters,
+        "held": bytes_of(optimizer),
+        "whole": found.whole_state_bytes - counters,
+    }

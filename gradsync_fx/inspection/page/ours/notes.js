@@ -34,6 +34,7 @@ function drawPrograms(report) {
     el("p", { class: "muted" }, measured ? "Measured: host time of the calls so far, this rank. Not to be mixed with the estimates above."
       : "Nothing has been run: there are no measured times."),
     ...report.memory ? memoryTable(report.memory) : [],
+    ...report.sharing ? sharingTable(report.sharing) : [],
     ...report.programs.map((p) => lazy(["Code of ", el("code", {}, p.name), el("span", { class: "muted" }, ` ${plural(p.code.split("\n").length, "line")}`)],
       () => el("pre", { tabindex: "0" }, el("code", {}, p.code.trim())))),
     ...report.regions.length ? [lazy("Regions and their lines", () => regionTable(report))] : [],
@@ -48,6 +49,19 @@ function memoryTable(memory) {
     table("Memory", [{ title: "Program" }, { title: "Held", number: true }, { title: "Temporary", number: true }, { title: "Peak", number: true }, { title: "At" }],
       memory.programs.map((p) => [el("code", {}, p.name), bytes(held), bytes(p.temporaries), bytes(held + p.temporaries), el("code", {}, p.line)]), { id: "memory-table" }),
     el("p", { class: "muted" }, `Of one rank, estimated from the graphs. Held: ${kinds.join(", ")}.`)];
+}
+
+// Updates that are shared out: what this rank has, what it sends for them, and who has which parameter.
+function sharingTable(sharing) {
+  const owners = Object.entries(sharing.owners);
+  const sent = [["Sums", sharing.sums_bytes], ["New parameters", sharing.parameters_bytes], ["Norms and whole gradients", sharing.other_bytes]];
+  return [
+    table("Updates shared out", [{ title: "Of this rank" }, { title: "Bytes", number: true }],
+      [["Optimizer state", bytes(sharing.state_bytes)], ["Optimizer state without sharing", bytes(sharing.whole_state_bytes)],
+        ...sent.map(([name, n]) => [`${name}, sent per window`, bytes(n)])], { id: "sharing-table" }),
+    lazy(`${plural(sharing.cut.length, "parameter")} with a piece on each rank, ${owners.length} with an owner`, () => table("Owners",
+      [{ title: "Parameter" }, { title: "Owner" }], [...sharing.cut.map((name) => [el("code", {}, name), "a piece on each rank"]),
+        ...owners.map(([name, rank]) => [el("code", {}, name), `rank ${rank}`])]))];
 }
 
 function passesTold(report) {
