@@ -32,7 +32,7 @@ def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.gloo
 def test_table_of_ways(tmp_path: Path) -> None:
     """Two ranks, ways that need no Inductor: equal losses, the collectives that each way is known for, three files."""
-    ways = "accelerate-every-batch,accelerate-late,accelerate,ddp,gradsync,gradsync-bf16,floor"
+    ways = "accelerate-every-batch,accelerate-late,accelerate,ddp,ddp-zero,gradsync,gradsync-bf16,gradsync-sharded,floor"
     asked = ["--workloads", "tiny", "--ways", ways, "--placements", "loopback", "--windows", "2"]
     done = run(
         "gradient_sync_table.py",
@@ -55,7 +55,8 @@ def test_table_of_ways(tmp_path: Path) -> None:
             spread = figures[call]
             assert 0 < spread["low"] <= spread["median"] <= spread["high"]
     all_reduces = {way: figures["traffic"]["all_reduces"] for way, figures in found.items()}
-    once = {"accelerate": 1, "ddp": 1, "gradsync": 1, "gradsync-bf16": 1, "floor": 0}
+    once = {"accelerate": 1, "ddp": 1, "ddp-zero": 1, "gradsync": 1, "gradsync-bf16": 1}
+    once |= {"gradsync-sharded": 0, "floor": 0}
     assert all_reduces == {"accelerate-every-batch": 4, "accelerate-late": 4, **once}
     size = 4 * comparison["parameters"]
     payload = {way: figures["traffic"]["payload"] for way, figures in found.items()}

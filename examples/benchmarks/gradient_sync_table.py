@@ -39,7 +39,8 @@ from workloads import WORKLOADS
 
 # Of the quick form: what runs eagerly, and ours.
 QUICK_WAYS = [way for way in USUAL_WAYS if not way.startswith("ddp-") or way == "ddp-fused"]
-QUICK_WAYS.remove("gradsync-bf16")  # half a minute more to compile
+for slow in ("gradsync-bf16", "gradsync-sharded", "gradsync-sharded-bf16"):
+    QUICK_WAYS.remove(slow)  # half a minute more to compile, each
 ALONE_WINDOWS = 2
 
 

@@ -14,6 +14,7 @@ import torch._inductor.config
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
@@ -126,6 +127,23 @@ def _accumulate(setting: Setting) -> MicroStep:
     return micro_step
 
 
+def _sharded_ddp(setting: Setting) -> MicroStep:
+    """DDP with torch's own sharded optimizer: gradients are reduced to every rank, new parameters are broadcast."""
+    ddp = setting.ddp(setting.model())
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), AdamW, lr=RATE)
+
+    def micro_step(batch: Any, last: bool) -> Tensor:
+        with nullcontext() if last else ddp.no_sync():
+            loss = setting.workload.loss(ddp, batch)
+            (loss / setting.k).backward()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    return micro_step
+
+
 def _ddp(
     setting: Setting, *, fused: bool = False, forward: bool = False, update: bool = False
 ) -> MicroStep:
@@ -212,10 +230,20 @@ WAYS = {
         "DDP `no_sync`, model and optimizer step compiled",
         lambda s: _ddp(s, forward=True, update=True),
     ),
+    "ddp-zero": Way("DDP `no_sync`, `ZeroRedundancyOptimizer`", _sharded_ddp),
     "gradsync": Way("gradsync_fx", _gradsync, peer=False),
     "gradsync-bf16": Way(
         "gradsync_fx, bf16 wire",
         lambda s: _gradsync(s, reduce_dtype=torch.bfloat16),
+        tolerance=2e-2,
+        peer=False,
+    ),
+    "gradsync-sharded": Way(
+        "gradsync_fx, sharded", lambda s: _gradsync(s, shard_optimizer=True), peer=False
+    ),
+    "gradsync-sharded-bf16": Way(
+        "gradsync_fx, sharded, bf16 wire",
+        lambda s: _gradsync(s, shard_optimizer=True, reduce_dtype=torch.bfloat16),
         tolerance=2e-2,
         peer=False,
     ),

@@ -37,7 +37,7 @@ def check_replicas(
             *(_number(repr(value)) for value in options.values()),
             *(float(len(tensors)) for tensors in held.values()),
             *(_number(repr(form)) for form in forms.values()),
-            number_of(optimizers),
+            number_of_all(optimizers),
         ],
         where=FIRST,
     )
@@ -56,20 +56,20 @@ def check_replicas(
     _check_values(line, parameters)
 
 
-def number_of(optimizers: Sequence[str]) -> float:
+def number_of_all(optimizers: Sequence[str]) -> float:
     """For all that is told of them; 0 for nothing: a rank that knows of none has nothing to compare."""
     return _number("\n".join(optimizers)) if optimizers else 0.0
 
 
 def alike_updates(line: Line, mine: Sequence[str]) -> None:
     """Raises `RanksDisagreeError`, on every rank, where ranks are about to make another update than each other."""
-    check_optimizers(line, [row[0] for row in line.gather([number_of(mine)])], mine)
+    check_optimizers(line, [row[0] for row in line.gather([number_of_all(mine)])], mine)
 
 
 def check_optimizers(line: Line, numbers: Iterable[float], mine: Sequence[str]) -> None:
     """Raises `RanksDisagreeError`, on every rank, where what is told of the ranks' optimizers differs.
 
-    numbers: of all ranks, by `number_of`. mine: what this rank tells.
+    numbers: of all ranks, by `number_of_all`. mine: what this rank tells.
     """
     if len(set(numbers) - {0.0}) <= 1:
         return

@@ -18,9 +18,9 @@ from gradsync_fx.optim.state import in_groups
 _PLAIN = (int, float, complex, str, bool, bytes, type(None), torch.dtype)
 
 
-def told(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
+def likeness(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
     """All of that. names: of parameters, by id."""
-    lines = settings_told(optimizer)
+    lines = settings_likeness(optimizer)
     for place, parameter in enumerate(in_groups(optimizer)):
         name = names.get(id(parameter), "")
         lines.append(f"with {name!r} of shape {tuple(parameter.shape)} as parameter {place}")
@@ -31,7 +31,7 @@ def told(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
     return [f"{type(optimizer).__qualname__} {line}" for line in lines]
 
 
-def settings_told(optimizer: Optimizer) -> list[str]:
+def settings_likeness(optimizer: Optimizer) -> list[str]:
     """What of it may be set between two updates."""
     groups = getattr(optimizer, "param_groups", [])
     lines = [f"with parameters by group: {[len(group['params']) for group in groups]}"]

@@ -28,8 +28,8 @@ from gradsync_fx.comm.rendezvous import (
     check_same_window,
     saving,
 )
-from gradsync_fx.comm.replica_check import check_optimizers, check_replicas, number_of
-from gradsync_fx.optim.likeness import told
+from gradsync_fx.comm.replica_check import check_optimizers, check_replicas, number_of_all
+from gradsync_fx.optim.likeness import likeness
 from gradsync_fx.options import Options
 from gradsync_fx.planning.setting import Setting, shared_options
 from gradsync_fx.runtime.accumulators import Accumulators
@@ -112,7 +112,7 @@ class Executor:
     def _updates(self, step: StepProtocol) -> list[str]:
         """What has to be alike on all ranks of the optimizers, and of what they do."""
         names = {id(p): name for name, p in step.objects.parameters.items()}
-        held = [line for o in step.objects.optimizers for line in told(o, names)]
+        held = [line for o in step.objects.optimizers for line in likeness(o, names)]
         return [*held, *step.updates_told(self.all_parts)]
 
     @property
@@ -199,7 +199,7 @@ class Executor:
             if step.weighs
             else weights_summed(after, held, weighs=False),
             updates=tuple(
-                number_of(step.updates_told([part])) if part in closes else 0.0
+                number_of_all(step.updates_told([part])) if part in closes else 0.0
                 for part in range(len(after.parts))
             ),
         )

@@ -22,7 +22,7 @@ from gradsync_fx.comm.host_group import backend_of, host_group
 from gradsync_fx.comm.rendezvous import Line
 from gradsync_fx.errors import RanksDisagreeError, ShareError
 from gradsync_fx.optim.binding import Binding
-from gradsync_fx.optim.likeness import settings_told
+from gradsync_fx.optim.likeness import settings_likeness
 from gradsync_fx.optim.opaque import Opaque
 from gradsync_fx.optim.shares import Portion, Shares, shares_of
 from gradsync_fx.optim.state import State, parameters_of
@@ -67,7 +67,7 @@ def updates_told(facts: CapturedFacts, bindings: Iterable[Binding]) -> list[str]
         flat = parameters_of(optimizer)
         held = sum(bool(optimizer.state.get(flat[i])) for i in binding.which)
         cuts = repr([(i, pieces.get(i)) for i in binding.which])
-        found += [f"{type(optimizer).__qualname__} {line}" for line in settings_told(optimizer)]
+        found += [f"{type(optimizer).__qualname__} {line}" for line in settings_likeness(optimizer)]
         found.append(f"state of {number_of(held, 'parameter')}")
         found.append(f"pieces of its parameters with the number {zlib.crc32(cuts.encode()):#x}")
     return found

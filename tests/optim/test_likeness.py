@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradsync_fx.optim.likeness import told
+from gradsync_fx.optim.likeness import likeness
 from tests.models import mlp
 from tests.scenarios import unlike
 from tests.workers import Ranks
@@ -67,7 +67,7 @@ def test_the_same_is_told_of_the_same() -> None:
     models = mlp(), mlp()
     optimizers = [torch.optim.AdamW(model.parameters()) for model in models]
     first, second = (
-        told(o, {id(p): n for n, p in m.named_parameters()})
+        likeness(o, {id(p): n for n, p in m.named_parameters()})
         for o, m in zip(optimizers, models, strict=True)
     )
     assert first == second
