@@ -32,7 +32,8 @@ def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.gloo
 def test_table_of_ways(tmp_path: Path) -> None:
     """Two ranks, ways that need no Inductor: equal losses, the collectives that each way is known for, three files."""
-    ways = "accelerate-every-batch,accelerate-late,accelerate,ddp,ddp-zero,gradsync,gradsync-bf16,gradsync-sharded,floor"
+    ways = "accelerate-every-batch,accelerate-late,accelerate,ddp,ddp-zero,"
+    ways += "gradsync,gradsync-bf16,gradsync-sharded,floor"
     asked = ["--workloads", "tiny", "--ways", ways, "--placements", "loopback", "--windows", "2"]
     done = run(
         "gradient_sync_table.py",

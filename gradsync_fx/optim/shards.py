@@ -98,6 +98,12 @@ class ShardTensor(torch.Tensor):
         super().set_(source, offset, (stride.elements,), (1,))
         return self
 
+    def __deepcopy__(self, memo: Any) -> ShardTensor:
+        return ShardTensor.of(self.elements().clone(), self.whole, self.start)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return ShardTensor.of, (self.elements(), self.whole, self.start)
+
     def elements(self) -> Tensor:
         """As a plain tensor, flat."""
         return self.as_subclass(Tensor)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 import random
+from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 from gradsync_fx.optim.shards import ShardTensor, boxes
 
@@ -38,3 +44,21 @@ def test_a_shard_is_the_memory_of_its_piece() -> None:
     for item in shard.__create_write_items__("name", shard):
         shard.__get_tensor_shard__(item.index).zero_()
     assert not piece.any()
+
+
+@pytest.mark.parametrize("count", [6, 0])
+def test_copies_are_shards_in_memory_of_their_own(count: int) -> None:
+    """As `async_save` makes them, in a thread or for another process; and of what a rank has nothing of."""
+    shard = ShardTensor.of(torch.arange(float(count)), (3, 4), 2 if count else 0)
+    ways: list[Callable[[ShardTensor], Any]] = [
+        lambda s: StateDictStager().stage({"held": s})["held"],
+        copy.deepcopy,
+        lambda s: pickle.loads(pickle.dumps(s)),
+    ]
+    for way in ways:
+        made = way(shard)
+        assert isinstance(made, ShardTensor)
+        assert (made.size(), made.start) == (shard.size(), shard.start)
+        assert torch.equal(made.elements(), torch.arange(float(count)))
+        made.elements().fill_(7.0)
+        assert torch.equal(shard.elements(), torch.arange(float(count)))
