@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 TARGETS = ("sm_80", "sm_90")
@@ -16,9 +16,9 @@ class Case:
     """One step for one target.
 
     k_each: two optimizers with a k each. checkpointing: the middle of the model is computed again in backward. wire:
-    gradients are reduced in bfloat16. dynamic: the batch has any number of rows. every_choice: of block sizes is
-    compiled, not only the first. programs: those that are lowered. fault: of faults.py, planted in the boundary.
-    without: optimizations that are left out.
+    gradients are reduced in bfloat16. dynamic: the batch has any number of rows. cubins: of kernels, for the "first"
+    choice of block sizes, or for "every" one; else kernels stay sources. programs: those that are lowered. fault: of
+    faults.py, planted in the boundary. without: optimizations that are left out.
     """
 
     model: str
@@ -34,21 +34,13 @@ class Case:
     dynamic: bool = False
     attention_in_products: bool = False
     blocks: int = 1
-    every_choice: bool = False
+    cubins: str = ""
     ranks: int = 8
     bucket_cap_mb: float = 0.05
     sync_each_batch: bool = False
     programs: tuple[str, ...] = PROGRAMS
     fault: str = ""
     without: tuple[str, ...] = ()
-
-    def serves(self, other: Case) -> bool:
-        """Whether what is made for this case is, in parts or in whole, what is made for the other."""
-        whole = {"programs": PROGRAMS, "every_choice": True}
-        more = {*self.programs}.issuperset(
-            other.programs
-        ) and self.every_choice >= other.every_choice
-        return more and replace(self, **whole) == replace(other, **whole)
 
     def __str__(self) -> str:
         yes = [name for name in OPTIONS if getattr(self, name)]
@@ -62,6 +54,12 @@ class Case:
                 *filter(None, [self.fault]),
             ]
         )
+
+
+def plain(model: str, target: str = "sm_90") -> Case:
+    """With AdamW and no option, down to the cubin: what several files of tests look at."""
+    every = (model, target) == ("mlp", "sm_90")
+    return Case(model, target, cubins="every" if every else "first")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from gradsync_fx.errors import ToolchainError
 from gradsync_fx.lowering.target.cards import check_toolchain
@@ -56,18 +59,38 @@ def workers() -> Iterator[Workers]:
         yield Workers(stack)
 
 
+@dataclass(slots=True, eq=False)
+class Shared:
+    """Programs of cases, each lowered once for all processes that run tests: kept in a folder of the session."""
+
+    folder: Path
+    workers: Workers
+    read: dict[Path, Lowered] = field(default_factory=dict)
+
+    def __call__(self, case: Case) -> dict[str, Lowered]:
+        names = {name: self._path(case, name) for name in case.programs}
+        if not self.read.keys() >= {*names.values()}:
+            with FileLock(self._path(case, "lock")):
+                missing = tuple(name for name, path in names.items() if not path.exists())
+                if missing:
+                    made = self.workers("compile", "lower", replace(case, programs=missing))
+                    for name, program in made.items():
+                        names[name].write_bytes(pickle.dumps(program))
+            self.read |= {path: pickle.loads(path.read_bytes()) for path in names.values()}
+        return {name: self.read[path] for name, path in names.items()}
+
+    def _path(self, case: Case, what: str) -> Path:
+        alike = repr(replace(case, programs=()))
+        return self.folder / f"{hashlib.sha256(alike.encode()).hexdigest()[:16]}.{what}"
+
+
 @pytest.fixture(scope="session")
-def lower(workers: Workers) -> Lower:
-    """`lower(case)` gives the programs of a case, as data; what serves several cases is made once."""
-    made: dict[Case, dict[str, Lowered]] = {}
-
-    def lowered(case: Case) -> dict[str, Lowered]:
-        other = next((other for other in made if other.serves(case)), case)
-        if other not in made:
-            made[other] = workers("compile", "lower", other)
-        return {name: made[other][name] for name in case.programs}
-
-    return lowered
+def lower(workers: Workers, tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Lower:
+    """`lower(case)` gives the programs of a case, as data."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base if worker_id == "master" else base.parent) / "lowered"
+    folder.mkdir(exist_ok=True)
+    return Shared(folder, workers)
 
 
 @pytest.fixture(scope="session")

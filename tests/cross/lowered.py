@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
+from torch._inductor.async_compile import AsyncCompile
 
 from gradsync_fx.ir.program import Program
 from gradsync_fx.lowering.target.absent import Binary, absent
@@ -21,11 +24,15 @@ from tests.cross.results import Lowered
 from tests.cross.steps import captured, programs_of
 
 
+_cubins: dict[tuple[str, str, str], tuple[Binary, ...]] = {}
+
+
 def lower(case: Case) -> dict[str, Lowered]:
     """The accumulate, the boundary and the tail program."""
     card = find_card(f"cuda:{case.target}")
     with (
-        absent(card, every_choice=case.every_choice) as binaries,
+        absent(card, every_choice=case.cubins == "every") as binaries,
+        kernels_of(case, binaries),
         captured(case) as step,
     ):
         wanted = programs_of(case, step)
@@ -39,6 +46,27 @@ def lower(case: Case) -> dict[str, Lowered]:
                 offsets=_offsets(step),
             )
         return found
+
+
+@contextmanager
+def kernels_of(case: Case, binaries: list[Binary]) -> Iterator[None]:
+    """Kernels become cubins where the case says so, each once: those of one source and target are one, whatever their
+    names. Else they stay sources: nothing here runs them."""
+    make = AsyncCompile.triton
+
+    def made(compiler: AsyncCompile, name: str, source: str, device_str: str = "cuda") -> None:
+        if not case.cubins:
+            return
+        key = (source.replace(name, "kernel"), case.target, case.cubins)
+        before = len(binaries)
+        if key in _cubins:
+            binaries.extend(replace(binary, kernel=name) for binary in _cubins[key])
+        else:
+            make(compiler, name, source, device_str)
+            _cubins[key] = tuple(binaries[before:])
+
+    with mock.patch.object(AsyncCompile, "triton", made):
+        yield
 
 
 def _data(

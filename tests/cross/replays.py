@@ -41,11 +41,13 @@ def record(fault: str = "") -> dict[str, Made]:
     from gradsync_fx.lowering.target.absent import absent
     from gradsync_fx.lowering.target.cards import find_card
     from gradsync_fx.passes import device_numbers
+    from tests.cross.lowered import kernels_of
     from tests.cross.steps import captured, programs_of
 
     made: dict[str, Made] = {}
     with ExitStack() as stack:
-        stack.enter_context(absent(find_card(f"cuda:{CASE.target}"), every_choice=False))
+        binaries = stack.enter_context(absent(find_card(f"cuda:{CASE.target}")))
+        stack.enter_context(kernels_of(CASE, binaries))
         step = stack.enter_context(captured(CASE))
         stack.enter_context(inductor_config.patch({"triton.cudagraph_or_error": True}))
         parts = _kept(stack, compile_fx, "cudagraphify")
@@ -144,7 +146,7 @@ def replay(made: dict[str, Made]) -> dict[str, Any]:
     train_eagerly(theirs, batches, rates)
     recorder = Recorder()
     with (
-        absent(find_card(f"cuda:{CASE.target}"), every_choice=False),
+        absent(find_card(f"cuda:{CASE.target}")),
         captured(CASE) as step,
         mock.patch.object(cudagraph_trees, "cudagraphify", recorder),
     ):

@@ -15,7 +15,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
-from transformers import BertConfig, BertForSequenceClassification
 
 import gradsync_fx
 from gradsync_fx.ir.program import Program
@@ -90,6 +89,9 @@ class Bert(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        # Takes longer to import than all else, and few processes need it.
+        from transformers import BertConfig, BertForSequenceClassification
+
         sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128}
         config = BertConfig(
             num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=32, **sizes

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from tests.cross.cases import MICRO_STEPS, TARGETS, Case
+from tests.cross.cases import MICRO_STEPS, TARGETS, Case, plain
 from tests.cross.moved import fewest, moved
 from tests.cross.results import Lowered
 
@@ -32,7 +32,7 @@ Row = tuple[object, ...]
 
 def made(model: str, lower: Lower) -> Iterator[Row]:
     """One row for each program of a model, or for each target where they differ."""
-    programs = {target: lower(Case(model, target=target)) for target in TARGETS}
+    programs = {target: lower(plain(model, target)) for target in TARGETS}
     for name in programs[TARGETS[0]]:
         rows = {target: counted(found[name]) for target, found in programs.items()}
         for row in dict.fromkeys(rows.values()):

@@ -36,11 +36,12 @@ ROWS = [
 ]
 CASES = [
     replace(
-        Case(model, optimizer=optimizer, precision=precision, programs=MICRO_STEPS),
+        Case(model, optimizer=optimizer, precision=precision, cubins="first", programs=MICRO_STEPS),
         **dict.fromkeys(flags.split(), True),
     )
     for optimizer, precision, model, flags in ROWS
 ]
+each = pytest.mark.parametrize("case", CASES, ids=str)
 
 
 def missing_pairs(cases: list[Case]) -> set[tuple[tuple[str, object], tuple[str, object]]]:
@@ -68,19 +69,31 @@ def test_every_pair_of_values_meets() -> None:
     assert all(missing_pairs([c for c in CASES if c is not case]) for case in CASES)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_combination(case: Case, lower: Lower) -> None:
-    made = lower(case)
-    for program in made.values():
-        every_kernel_became_a_cubin(program)
-    nothing_but_sums(made["accumulate"])
-    the_host_never_waits(made["accumulate"])
+@each
+def test_every_kernel_becomes_a_cubin(case: Case, lower: Lower) -> None:
+    for made in lower(case).values():
+        every_kernel_became_a_cubin(made)
+
+
+@each
+def test_a_micro_step_adds_up_and_does_nothing_else(case: Case, lower: Lower) -> None:
+    nothing_but_sums(lower(case)["accumulate"])
+
+
+@each
+def test_a_boundary_reduces_each_bucket_once(case: Case, lower: Lower) -> None:
+    boundary = lower(case)["boundary"]
     # On a 16-bit wire the weight of each part's window travels alone.
     alone = case.wire and (case.weights or case.skip_nonfinite)
-    one_reduction_for_each_bucket(made["boundary"], beside=alone * (1 + case.k_each))
+    one_reduction_for_each_bucket(boundary, beside=alone * (1 + case.k_each))
     # A term counts if all of it is finite: then no bucket is whole before the backward is. And a bf16 wire may make one
     # bucket of all.
-    if not case.skip_nonfinite and made["boundary"].buckets > 1:
-        reductions_start_in_backward(made["boundary"])
-    # Nor for Adafactor, whose own code asks for norms by `.item()`.
-    the_host_never_waits(made["boundary"])
+    if not case.skip_nonfinite and boundary.buckets > 1:
+        reductions_start_in_backward(boundary)
+
+
+@each
+def test_the_host_reads_no_tensor_of_the_device(case: Case, lower: Lower) -> None:
+    """Nor for Adafactor, whose own code asks for norms by `.item()`."""
+    for made in lower(case).values():
+        the_host_never_waits(made)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gradsync_fx.lowering.target.wrapper import HostEvent
-from tests.cross.cases import MICRO_STEPS, TARGETS, Case
+from tests.cross.cases import MICRO_STEPS, TARGETS, Case, plain
 from tests.cross.conftest import Lower
 from tests.cross.results import (
     attention_is_one_kernel,
@@ -24,15 +24,14 @@ from tests.cross.results import (
 
 
 pytestmark = [pytest.mark.cross, pytest.mark.captured]
-MLP = Case("mlp", every_choice=True)
-GPT = Case("gpt")
+MLP, GPT = plain("mlp"), plain("gpt")
 BOUNDARY = ("boundary",)
 FAULTY = Case("mlp", programs=BOUNDARY)
-PLAIN = [MLP, Case("mlp", target="sm_80"), *(replace(GPT, target=target) for target in TARGETS)]
-plain = pytest.mark.parametrize("case", PLAIN, ids=str)
+PLAIN = [plain(model, target) for model in ("mlp", "gpt") for target in TARGETS]
+each = pytest.mark.parametrize("case", PLAIN, ids=str)
 
 
-@plain
+@each
 def test_every_kernel_becomes_a_cubin(case: Case, lower: Lower) -> None:
     for made in lower(case).values():
         every_kernel_became_a_cubin(made)
@@ -51,7 +50,7 @@ def test_a_cubin_that_is_missing_or_of_another_card_is_found(lower: Lower) -> No
     assert size
 
 
-@plain
+@each
 def test_a_micro_step_adds_up_and_does_nothing_else(case: Case, lower: Lower) -> None:
     nothing_but_sums(lower(case)["accumulate"])
 
@@ -67,7 +66,7 @@ def test_a_micro_step_that_does_more_is_found(lower: Lower) -> None:
         nothing_but_sums(silent)
 
 
-@plain
+@each
 def test_a_boundary_reduces_each_bucket_once(case: Case, lower: Lower) -> None:
     made = lower(case)
     one_reduction_for_each_bucket(made["boundary"])
@@ -90,7 +89,7 @@ def test_buckets_that_are_put_together_are_found(lower: Lower) -> None:
         sums_are_sent_as_they_lie(lower(replace(FAULTY, without=("in_place",)))["boundary"])
 
 
-@plain
+@each
 def test_reductions_start_before_the_backward_ends(case: Case, lower: Lower) -> None:
     reductions_start_in_backward(lower(case)["boundary"])
 
@@ -100,7 +99,7 @@ def test_reductions_that_start_after_the_backward_are_found(lower: Lower) -> Non
         reductions_start_in_backward(lower(replace(FAULTY, fault="reduced_late"))["boundary"])
 
 
-@plain
+@each
 def test_each_wait_stands_at_its_first_reader(case: Case, lower: Lower) -> None:
     for name in ("boundary", "tail"):
         waits_stand_at_first_readers(lower(case)[name])
@@ -126,7 +125,7 @@ def test_waits_at_one_place_are_found(lower: Lower) -> None:
     ["mlp", "odd"],
 )
 def test_sums_lie_at_16_bytes(model: str, lower: Lower) -> None:
-    sums_are_aligned(lower(replace(FAULTY, model=model))["boundary"])
+    sums_are_aligned(lower(MLP if model == "mlp" else replace(FAULTY, model=model))["boundary"])
 
 
 def test_sums_that_lie_elsewhere_are_found(lower: Lower) -> None:
@@ -151,7 +150,7 @@ def test_an_update_of_many_launches_is_found(lower: Lower) -> None:
         updates_are_few_launches(replace(boundary, events=(one,) * (4 * boundary.buckets + 1)))
 
 
-@plain
+@each
 def test_the_host_reads_no_tensor_of_the_device(case: Case, lower: Lower) -> None:
     for made in lower(case).values():
         the_host_never_waits(made)
@@ -164,7 +163,9 @@ def test_a_host_that_waits_is_found(lower: Lower) -> None:
 
 @pytest.mark.parametrize(("precision", "form"), [("fp32", "efficient"), ("bf16", "flash")])
 def test_attention_is_one_kernel(precision: str, form: str, lower: Lower) -> None:
-    made = lower(replace(GPT, precision=precision, programs=MICRO_STEPS))
+    made = lower(
+        GPT if precision == "fp32" else Case("gpt", precision=precision, programs=MICRO_STEPS)
+    )
     attention_is_one_kernel(made["accumulate"], form)
     attention_is_one_kernel(made["boundary"], form)
 

@@ -12,6 +12,7 @@ import subprocess
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 
 from gradsync_fx._torch import inductor_cache_dir
 from gradsync_fx.errors import ToolchainError
@@ -26,7 +27,7 @@ def load_guard() -> None:
 
 
 def _built(*libraries: str) -> Path:
-    """The library; processes that build it at the same time end with the same file."""
+    """The library. One process builds it, which takes seconds; others that need it meanwhile wait."""
     installed = Path(torch.__file__).parent
     text = f"{torch.__version__} {installed} {SOURCE.read_text()}"
     folder = Path(inductor_cache_dir(), "gradsync_fx")
@@ -34,6 +35,13 @@ def _built(*libraries: str) -> Path:
     if library.exists():
         return library
     folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(library.with_suffix(".lock")):
+        if not library.exists():
+            _build(library, installed, libraries)
+    return library
+
+
+def _build(library: Path, installed: Path, libraries: tuple[str, ...]) -> None:
     unfinished = library.with_suffix(f".{os.getpid()}")
     headers = installed / "include"
     command = ["g++", "-shared", "-fPIC", "-O1", "-std=c++20", str(SOURCE), "-o", str(unfinished)]
@@ -47,4 +55,3 @@ def _built(*libraries: str) -> Path:
             fix="install a newer one: apt-get install g++",
         )
     unfinished.replace(library)
-    return library
