@@ -34,6 +34,7 @@ from gradsync_fx.passes.hide_gathers import arrive_before_use, hide_gathers
 from gradsync_fx.passes.inline import inline_bodies
 from gradsync_fx.passes.join_updates import join_updates
 from gradsync_fx.passes.mask import mask_boundary
+from gradsync_fx.passes.norms import norms_of_sums
 from gradsync_fx.passes.overlap import reduce_in_place, wait_late
 from gradsync_fx.passes.pointwise_updates import cut_updates
 from gradsync_fx.passes.reduce import (
@@ -87,6 +88,7 @@ FOR_INDUCTOR: list[tuple[str, LoweringPass]] = [
     ("updates", cut_updates),
     ("updates", join_updates),
     (ALWAYS, inline_bodies),
+    (ALWAYS, norms_of_sums),
     (ALWAYS, norms_as_sums),
     ("products", add_products),
     (ALWAYS, write_early),

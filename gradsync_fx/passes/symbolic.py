@@ -5,8 +5,8 @@ add_product(acc, a, b)                the same term, though acc is written in pl
 
 A graph is run as eager would run it: values have memory, views read the memory below them as it is at that moment, and
 a write changes what every later read sees. Equal terms are one object. Two programs that leave the same terms in the
-same inputs compute the same from them, in whatever order, and with whatever writes in place. The rewrites of
-fuse.py, overlap.py and device_numbers.py are the only equations that it knows; what it does not know is different.
+same inputs compute the same from them, in whatever order, and with whatever writes in place. The rewrites of fuse.py,
+norms.py, overlap.py and device_numbers.py are the only equations that it knows; what it does not know is different.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from gradsync_fx.ir.ops import argument
 from gradsync_fx.passes.device_numbers import COMMUTATIVE, OF_TENSORS, ON_NUMBERS
 from gradsync_fx.passes.fuse import ADD_PRODUCT, SCALED
 from gradsync_fx.passes.join_updates import JOINED
+from gradsync_fx.passes.norms import scales_norms, stacked
 
 
 _aten = torch.ops.aten
@@ -284,6 +285,8 @@ class Machine:
             return self.away.difference_update(env[n].root for n in argument(node, 0))
         if target is JOINED:
             return [self.bind(self.read(env[n])) for n in argument(node, 0)]
+        if scales_norms(node):
+            return self.bind(stacked(self.terms, self.read(env[argument(node, 0)])))
         if target is ops.WAIT:
             return self._wait(env[argument(node, 0)])
         if target is _aten.copy_.default:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from gradsync_fx.lowering.target.wrapper import HostEvent
 from tests.cross.cases import MICRO_STEPS, Case, plain
 from tests.cross.conftest import Lower
 from tests.cross.results import Lowered
@@ -15,6 +16,7 @@ pytestmark = [pytest.mark.cross, pytest.mark.captured]
 PLAIN = replace(plain("mlp"), programs=MICRO_STEPS)
 MLP = Case("mlp", programs=MICRO_STEPS)
 BOUNDARY = replace(MLP, programs=("boundary",))
+COUNT = 8  # of its parameters
 
 
 def products(made: Lowered) -> list[tuple[str, ...]]:
@@ -49,7 +51,7 @@ def test_the_update_of_a_bucket_is_one_launch(option: str, optimizer: str, lower
     if case == BOUNDARY:
         case = PLAIN
     made = lower(case)["boundary"]
-    updates = [e for e in made.events if any(n.startswith("parameter ") for n in e.writes)]
+    updates = [e for e in made.events if is_update(e)]
     assert [e.kind for e in updates] == ["launch"] * made.buckets
     assert not [e for e in made.of("fill") if any(n.startswith("accumulator") for n in e.writes)]
     zeroed = {n for e in updates for n in e.writes if n.startswith("accumulator ")}
@@ -60,7 +62,7 @@ def test_updates_by_themselves(lower: Lower) -> None:
     """A launch for each parameter, and one for each sum that is zeroed."""
     made = lower(replace(BOUNDARY, without=("updates",)))["boundary"]
     fills = [e for e in made.of("fill") if any(n.startswith("accumulator") for n in e.writes)]
-    assert len(fills) == 8
+    assert len(fills) == COUNT
 
 
 def test_others_are_updated_before_a_bucket_is_waited_for(lower: Lower) -> None:
@@ -72,12 +74,38 @@ def test_others_are_updated_before_a_bucket_is_waited_for(lower: Lower) -> None:
     assert kinds == ["wait", "wait", "launch", "launch"]
 
 
+def norms(made: Lowered) -> list[HostEvent]:
+    """What reads sums for a norm: all between the first wait and the updates."""
+    first = next(i for i, e in enumerate(made.events) if e.kind == "wait")
+    end = next(i for i, e in enumerate(made.events) if is_update(e))
+    return [e for e in made.events[first:end] if e.kind not in ("wait", "reduce", "read")]
+
+
+def is_update(event: HostEvent) -> bool:
+    return any(name.startswith("parameter ") for name in event.writes)
+
+
 def test_a_norm_of_all_gradients_needs_all_buckets(lower: Lower) -> None:
-    """Sums of squares stand between the waits, and both updates after the last one."""
+    """Each bucket's are read while another is on its way, and both updates are after the last one."""
     made = lower(replace(BOUNDARY, clip=True))["boundary"]
     waits = [i for i, e in enumerate(made.events) if e.kind == "wait"]
-    between = made.events[waits[0] + 1 : waits[1]]
-    assert all(
-        "triton_red" in e.name or "triton_per" in e.name for e in between if e.kind == "launch"
-    )
-    assert [e for e in between if e.kind == "launch"]
+    between = [e.name for e in made.events[waits[0] + 1 : waits[1]] if e.kind != "reduce"]
+    assert between == ["torch.ops.gradsync_fx.norms.default"]
+    assert not any(is_update(e) for e in made.events[: waits[1]])
+
+
+@pytest.mark.parametrize("model", ["mlp", "gpt"])
+def test_norms_are_one_op_for_each_bucket(model: str, lower: Lower) -> None:
+    """And a kernel that makes a factor of them; not one for each parameter."""
+    case = replace(BOUNDARY, model=model, clip=True, bucket_cap_mb=25.0 if model == "gpt" else 0.05)
+    made = lower(case)["boundary"]
+    assert [e.kind for e in norms(made)] == ["extern"] * made.buckets + ["launch"]
+    read = {name for e in norms(made) for name in e.reads if name.startswith("accumulator ")}
+    assert read == {n for n in made.inputs if n.startswith("accumulator ")}
+
+
+def test_norms_by_themselves_are_found(lower: Lower) -> None:
+    """In bfloat16: what is normed is rounded first, and lies nowhere."""
+    made = lower(replace(BOUNDARY, precision="bf16", clip=True))["boundary"]
+    assert len(norms(made)) > COUNT
+    assert not [e for e in norms(made) if "norms" in e.name]

@@ -290,7 +290,8 @@ class _Reader:
             self._add("extern", function, reads, reads[:1], self._moved(call.args, call.args[:1]))
         elif owner == "extern_kernels" or function.startswith(("torch.ops.", "aten.")):
             outs = [k.value for k in call.keywords if k.arg == "out"]
-            self._add("extern", function, reads, writes, self._moved(call.args, outs))
+            given = [e for a in call.args for e in (a.elts if isinstance(a, ast.List) else [a])]
+            self._add("extern", function, reads, writes, self._moved(given, outs))
         elif function.startswith(("cpp_fused", "kernel_cpp", "async_compile")):
             self._add("host", function, reads)
         elif method in ("copy_", "to", "cuda"):
