@@ -2,18 +2,24 @@
 
 As the generated code shows it: a kernel reads and writes each tensor that it is given once, by its size and dtype. What
 counts are running sums, states, parameters where they are updated, what is sent, and gradients that have a tensor of
-their own on the way there. Reductions' own traffic does not count, nor do activations.
+their own on the way there; of an embedding's, to which rows are added, all of it. Reductions' own traffic does not
+count, nor do activations.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass, field
+
+import torch
 
 from tests.cross.results import Lowered
 
 
 KERNELS = ("launch", "fill", "copy", "extern")
 HELD = ("accumulator ", "state ")
+_ALLOCATED = re.compile(r"(\w+) = empty_strided_cuda\(\(([\d, ]*)\), \([\d, ]*\), torch\.(\w+)\)")
 
 
 def fewest(made: Lowered, *, clip: bool = False) -> float:
@@ -48,7 +54,7 @@ class _Content:
     travels: it is sent, or comes of that. onto: what kernels that read it write, and how many bytes of that.
     """
 
-    size: int = 0
+    size: float = 0
     travels: bool = False
     onto: list[tuple[_Content | str, int]] = field(default_factory=list)
     gradient: bool = False
@@ -58,6 +64,7 @@ def _contents(made: Lowered) -> list[dict[str, tuple[_Content | None, _Content |
     """For each event, of each temporary what it reads and what it writes."""
     now: dict[str, _Content] = {}
     found = []
+    room = _room(made.source)
     for event in made.events:
         size = {name: written for name, _, written in event.moved}
         read = {name: now[name] for name in event.reads if name in now}
@@ -71,13 +78,22 @@ def _contents(made: Lowered) -> list[dict[str, tuple[_Content | None, _Content |
             if n in written or n.startswith((*HELD, "parameter "))
         ]
         for name, content in written.items():
-            content.size += size.get(name, 0)
+            # In parts; or once more, as an embedding's gradient is: zeros first, then what is added to them.
+            content.size = min(content.size + size.get(name, 0), room.get(name, math.inf))
         for content in read.values():
             content.onto += targets
         for content in (*read.values(), *written.values()):
             content.travels |= event.kind in ("reduce", "wait")
         found.append({n: (read.get(n), written.get(n)) for n in {**read, **written}})
     return found
+
+
+def _room(source: str) -> dict[str, int]:
+    """Bytes of the temporaries that the wrapper allocates, by its names of them."""
+    return {
+        name: math.prod(map(int, re.findall(r"\d+", sizes))) * getattr(torch, dtype).itemsize
+        for name, sizes, dtype in _ALLOCATED.findall(source)
+    }
 
 
 def _find_gradients(contents: list[_Content]) -> None:

@@ -85,8 +85,8 @@ k = 4, eight ranks, buckets of 0.05 MB. Launches are of one call; a library's ca
 With the optimizations, and without; for sm_90, the GPT with two blocks. `overlap` changes the order, not the number of
 launches; in a GPT more buffers are alive for it. Bytes are those that kernels read and write, for each element of a
 parameter, of sums, gradients with a tensor of their own, parameters that are updated, and states; at least: each sum is
-read and written for a micro-step, and each sum, parameter and state for an update. The gradient of an embedding, which
-two kernels write one after the other, is not counted.
+read and written for a micro-step, and each sum, parameter and state for an update. The gradient of an embedding counts
+three times, whole: it is filled with zeros, rows of the batch are added to it, and it is read.
 
 {compared}
 """

@@ -43,6 +43,16 @@ def test_a_norm_reads_the_sums_once_more(lower: Lower) -> None:
     assert fewest(made, clip=True) == TERM + 4 + UPDATES["adamw"]
 
 
+def test_the_gradient_of_an_embedding_is_counted(lower: Lower) -> None:
+    """It is filled with zeros, added to, and read: that of the GPT's words."""
+    made = lower(replace(plain("gpt"), programs=("accumulate",)))["accumulate"]
+    words, whole = (
+        sum(n for name, (n, _) in made.sizes.items() if name.startswith(kind))
+        for kind in ("accumulator words.", "accumulator ")
+    )
+    assert moved(made) == pytest.approx(TERM + 3 * 4 * words / whole, abs=0.01)
+
+
 def test_gradients_with_a_tensor_of_their_own_are_found(lower: Lower) -> None:
     """A product is written, and read where it is added."""
     made = lower(replace(MLP, without=("products",)))

@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from gradsync_fx.comm.inplace_all_reduce import WAIT_SUMS
 from gradsync_fx.errors import VerificationError
 from gradsync_fx.ir.builder import emit
+from gradsync_fx.ir.ops import argument
 from gradsync_fx.ir.program import Kind, Program, Slot
 from gradsync_fx.passes.check_lowered import check_lowered
 from gradsync_fx.passes.norms import NORMS, norms_of_sums
@@ -145,7 +146,7 @@ def test_where_it_is_wrong_or_not_worth_it(changes: dict[str, Any]) -> None:
 
 def exchanged(norms: Node) -> None:
     """Two sums: another order of the norms."""
-    first, second, *others = norms.args[0]
+    first, second, *others = argument(norms, 0)
     norms.update_arg(0, [second, first, *others])
 
 
@@ -160,7 +161,8 @@ def unscaled(norms: Node) -> None:
 
 
 def without_a_sum(norms: Node) -> None:
-    norms.update_arg(0, [*norms.args[0][:-1], norms.args[0][0]])
+    first, *others = argument(norms, 0)
+    norms.update_arg(0, [first, *others[:-1], first])
 
 
 @pytest.mark.parametrize("fault", [exchanged, of_another_order, unscaled, without_a_sum])
@@ -176,7 +178,7 @@ def test_sums_that_are_written_before_are_found() -> None:
     """The norms are those of what the sums held."""
     clipping = Clipping()
     (norms,) = clipping.rewritten.main.graph.find_nodes(op="call_function", target=NORMS)
-    graph, total = clipping.rewritten.main.graph, norms.args[0][0]
+    graph, total = clipping.rewritten.main.graph, argument(norms, 0)[0]
     with graph.inserting_before(norms):
         emit(graph, clipping.rewritten.fake_mode, aten.copy_.default, (total, total), {})
     check_lowered(clipping.rewritten)
