@@ -3,10 +3,10 @@
 n = foreach_norm([s0 / d, s1 / d, s2 / d], 2)
 stack([n[0], n[1], n[2]])                        ->   abs(cat([norms([s0, s1], 2), norms([s2], 2)]) / d)
 
-torch's own op for many tensors takes few launches for all of them. Those of one bucket are read while others are on
-their way. It would read values that were stored for it; so it
-is given the sums, and what these are scaled by is done to the norms: a norm of c * s is that of s times |c|. What the
-squares are added up of is another number then, and the order of summation is that of torch's kernel: of eager on a GPU.
+torch's own op for many tensors takes few launches for all of them, and those of one bucket are read while others are on
+their way. It would read values that were stored for it; so it is given the sums, and what these are scaled by is done
+to the norms: a norm of c * s is that of s times |c|. That is rounded in other places, and squares of sums overflow as
+much earlier as the sums are larger; the order of summation is that of torch's kernel, which is eager's on a GPU.
 """
 
 from __future__ import annotations
