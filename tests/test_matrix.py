@@ -50,7 +50,7 @@ ELSEWHERE = {
     "options": "test_options.py",
 }
 # float16 and bfloat16 on the wire round; Muon multiplies in bfloat16, eagerly and compiled.
-TOLERANCES = {"bfloat16": 1e-2, "float16": 1e-2, "muon": 2e-2, None: 2e-6}
+TOLERANCES = {"bfloat16": 1e-2, "float16": 1e-2, "muon": 3e-2, None: 2e-6}
 
 
 def rows() -> Iterator[dict[str, Any]]:

@@ -40,7 +40,8 @@ class TwoLevels(ProcessGroup):
         """over: the same ranks as one group. name: no other group's, the same on all ranks."""
         super().__init__(dist.get_rank(over), mesh.size())  # type: ignore[call-arg]  # one of its forms
         self.mesh, self.over, self.registered = mesh, over, name
-        self.across, self.inside = mesh.get_group(0), mesh.get_group(1)
+        groups = mesh.get_group(0), mesh.get_group(1)
+        self.across, self.inside = map(_own, groups) if mesh.device_type == "cpu" else groups
         self._queue: SimpleQueue[tuple[torch.Tensor, _Queued] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -80,6 +81,15 @@ class TwoLevels(ProcessGroup):
             event.record()
         tensor.record_stream(self._stream)
         return _Recorded(event, tensor.device)
+
+
+def _own(group: ProcessGroup) -> ProcessGroup:
+    """A group of the same ranks, for the thread alone: a mesh's may be the default group, over which others speak too,
+    in an order of their own."""
+    ranks = dist.get_process_group_ranks(group)
+    made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    assert isinstance(made, ProcessGroup)  # this rank is in it
+    return made
 
 
 class _Queued(Work):

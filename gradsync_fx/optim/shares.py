@@ -237,7 +237,9 @@ def created_elsewhere(update: Update) -> Iterator[tuple[Place, torch.Tensor]]:
                 form = node.meta["val"]
                 # A pointwise body was traced for some parameter: its results have this one's shape.
                 like = flat[i] if call.body.pointwise and form.dim() else form
-                yield place, torch.empty_like(like, dtype=form.dtype, device="meta")
+                sizes, strides = tuple(like.shape), like.stride()
+                # Not like a fake value: that would be one, too, and a state of it nobody could read.
+                yield place, torch.empty_strided(sizes, strides, dtype=form.dtype, device="meta")
 
 
 def refuse_divided(optimizer: Optimizer) -> None:

@@ -243,10 +243,11 @@ class Machine:
 
     def write(self, ref: Ref, term: Term) -> None:
         """A write in place. Zeros are zeros, of whatever shape they are spread from."""
-        if ref.root in self.under_way:
-            raise Fault("it is written while its reduction is under way")
-        if ref.root in self.away:
-            raise Fault("a parameter is written before it has arrived")
+        if ref.root in self.under_way or ref.root in self.away:
+            what = (
+                "its reduction is under way" if ref.root in self.under_way else "its value arrives"
+            )
+            raise Fault(f"it is written while {what}")
         if term.op is _aten.full.default:
             term = self.terms.make("filled", term.args[1])
         if ref.path:
@@ -299,9 +300,8 @@ class Machine:
             self.write(env[argument(node, 0)], self.terms.make(_aten.add.Tensor, total, product))
             return None
         if target is _aten.clone.default and not any(u.op == "output" for u in node.users):
-            return env[
-                argument(node, 0)
-            ]  # Inductor takes it out, and reads what was copied in its place
+            # Inductor takes it out, and reads what was copied in its place.
+            return env[argument(node, 0)]
         base = viewed(target)
         if base is not None and not node.kwargs and base == 0:
             whole = env[argument(node, 0)]
