@@ -10,7 +10,7 @@ import torch
 import gradsync_fx
 from gradsync_fx.errors import CaptureError, OptionError, WindowError
 from tests.drive import plain_step
-from tests.scenarios import voted
+from tests.scenarios import fault_tolerant, voted
 from tests.workers import Ranks
 
 
@@ -179,3 +179,27 @@ def test_parameters_that_forward_writes_are_refused_by_name() -> None:
     step = gradsync_fx.optimize(writes, backend="aot_eager")
     step(model, optimizer, torch.randn(4, 8), torch.randn(4, 1))
     assert step.optimizer_step == 1
+
+
+@pytest.mark.gloo
+@pytest.mark.inductor
+def test_the_managers_of_torchft_vote(ranks: Ranks) -> None:
+    """An error that one of them knows of refuses the update of its whole replica group."""
+    pytest.importorskip(
+        "torchft", reason="torchft is not installed: it has no package for this platform"
+    )
+    from torchft.coordination import LighthouseServer
+
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
+    try:
+        results = ranks(fault_tolerant.trained, lighthouse.address())
+    finally:
+        lighthouse.shutdown()
+    for found in results:
+        assert found["synced"] == [True, False, True]
+        assert found["updates"] == found["committed"] == 2
+        before, first, refused, last = found["values"]
+        assert torch.equal(first, refused)
+        assert not torch.equal(before, first)
+        assert not torch.equal(refused, last)
+    assert all(map(torch.equal, *(found["values"] for found in results)))

@@ -39,7 +39,7 @@ from workloads import WORKLOADS
 
 # Of the quick form: what runs eagerly, and ours.
 QUICK_WAYS = [way for way in USUAL_WAYS if not way.startswith("ddp-") or way == "ddp-fused"]
-for slow in ("gradsync-bf16", "gradsync-sharded", "gradsync-sharded-bf16"):
+for slow in [way for way in QUICK_WAYS if way.startswith("gradsync-")]:
     QUICK_WAYS.remove(slow)  # half a minute more to compile, each
 ALONE_WINDOWS = 2
 
@@ -62,6 +62,12 @@ def arguments() -> argparse.Namespace:
         "--windows", type=_positive, help="measured, of each way (default: 20; quick: 4)"
     )
     parser.add_argument(
+        "--in-a-row",
+        type=_positive,
+        default=1,
+        help="windows in a turn of a way (default: 1); shows what a way hides under the next window",
+    )
+    parser.add_argument(
         "--k", type=_positive, default=4, help="micro-steps in a window (default: 4)"
     )
     parser.add_argument(
@@ -76,6 +82,8 @@ def arguments() -> argparse.Namespace:
     args.ways = args.ways or (QUICK_WAYS if args.quick else USUAL_WAYS)
     args.placements = args.placements or list(PLACEMENTS)
     args.windows = args.windows or (4 if args.quick else 20)
+    if args.windows % args.in_a_row:
+        parser.error(f"{args.windows} windows do not divide into turns of {args.in_a_row}")
     args.alone = not args.quick if args.alone is None else args.alone
     return args
 
@@ -137,6 +145,7 @@ class Bench:
             place=asdict(place),
             store="",
             alone=alone,
+            in_a_row=1 if alone else args.in_a_row,
         )
 
     def _run(

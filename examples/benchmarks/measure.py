@@ -30,7 +30,11 @@ WARM = 2  # windows until everything is compiled, and the optimizer's state exis
 
 @dataclass(frozen=True)
 class Task:
-    """What one start of the ranks measures. alone: the one way's cold start and memory, instead of a comparison."""
+    """What one start of the ranks measures. alone: the one way's cold start and memory, instead of a comparison.
+
+    in_a_row: windows in a turn of a way. Ranks then meet ahead of the turn alone, and what a way leaves for its next
+    call is waited for behind it: what is hidden under a next call is seen so.
+    """
 
     workload: str
     ways: list[str]
@@ -41,6 +45,7 @@ class Task:
     place: dict[str, Any]
     store: str
     alone: bool = False
+    in_a_row: int = 1
 
 
 @dataclass
@@ -96,10 +101,14 @@ def measure(task: Task, ranks: Ranks, tell: Tell) -> dict[str, Any]:
             found[key] = {"failure": failure}
         else:
             runs[key] = run
-    for window, key in _turns(list(runs), task.windows):
-        tell(f"{WAYS[key].title}: window {window + 1} of {task.windows}")
-        first = (WARM + window) * task.k
-        _window(runs[key], data[first : first + task.k], ranks, timed=True)
+    for turn, key in _turns(list(runs), task.windows // task.in_a_row):
+        windows = range(turn * task.in_a_row, (turn + 1) * task.in_a_row)
+        tell(f"{WAYS[key].title}: window {windows[-1] + 1} of {task.windows}")
+        firsts = [(WARM + window) * task.k for window in windows]
+        if len(firsts) == 1:
+            _window(runs[key], data[firsts[0] : firsts[0] + task.k], ranks, timed=True)
+        else:
+            _in_a_row(runs[key], [data[first : first + task.k] for first in firsts], ranks)
     for key, run in runs.items():
         tell(f"{WAYS[key].title}: counting")
         found[key] = _result(run)
@@ -158,6 +167,24 @@ def _window(run: Run, data: list[Any], ranks: Ranks, *, timed: bool = False) -> 
     run.losses += [loss.item() for loss in losses]
     if timed:
         run.seconds.append(seconds)
+
+
+def _in_a_row(run: Run, windows: list[list[Any]], ranks: Ranks) -> None:
+    """Of each call of a window the mean over these windows; a boundary's with its part of what was left behind."""
+    losses: list[Tensor] = []
+    seconds = [0.0] * len(windows[0])
+    with _no_garbage_collection():
+        ranks.meet()
+        for number, data in enumerate(windows):
+            for i, batch in enumerate(data):
+                start = time.perf_counter()
+                losses.append(run.micro_step(batch, i == len(data) - 1).detach())
+                ranks.finish_device()
+                if number == len(windows) - 1 and i == len(data) - 1:
+                    getattr(run.micro_step, "settle", lambda: None)()
+                seconds[i] += (time.perf_counter() - start) / len(windows)
+    run.losses += [loss.item() for loss in losses]
+    run.seconds.append(seconds)
 
 
 @contextmanager

@@ -213,7 +213,19 @@ def _gradsync(setting: Setting, **options: Any) -> MicroStep:
     step = gradsync_fx.optimize(
         train_step, gradient_accumulation_steps=setting.k, backend=setting.backend, **options
     )
-    return lambda batch, last: step(model, optimizer, batch)
+    return _OurStep(step, model, optimizer)
+
+
+class _OurStep:
+    """settle: waits for what a call left to be done under the next one."""
+
+    def __init__(self, step: Any, model: nn.Module, optimizer: AdamW) -> None:
+        self._step, self._model, self._optimizer = step, model, optimizer
+        self.settle = step.settle
+
+    def __call__(self, batch: Any, last: bool) -> Tensor:
+        loss: Tensor = self._step(self._model, self._optimizer, batch)
+        return loss
 
 
 WAYS = {
@@ -244,6 +256,19 @@ WAYS = {
     "gradsync-sharded-bf16": Way(
         "gradsync_fx, sharded, bf16 wire",
         lambda s: _gradsync(s, shard_optimizer=True, reduce_dtype=torch.bfloat16),
+        tolerance=2e-2,
+        peer=False,
+    ),
+    "gradsync-hidden": Way(
+        "gradsync_fx, sharded, gathers hidden",
+        lambda s: _gradsync(s, shard_optimizer=True, overlap_param_gather=True),
+        peer=False,
+    ),
+    "gradsync-hidden-bf16": Way(
+        "gradsync_fx, sharded, gathers hidden, bf16 wire",
+        lambda s: _gradsync(
+            s, shard_optimizer=True, overlap_param_gather=True, reduce_dtype=torch.bfloat16
+        ),
         tolerance=2e-2,
         peer=False,
     ),
