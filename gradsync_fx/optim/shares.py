@@ -106,7 +106,8 @@ class Shares:
         mine: list[BodyCall] = []
         elsewhere: list[BodyCall] = []
         for call in update.calls:
-            if not any(shared(flat[i]) for i in call.params):
+            # A parameter of one element stays whole everywhere: its state looks like the counters beside it.
+            if not any(shared(flat[i]) and flat[i].dim() for i in call.params):
                 mine.append(call)
                 continue
             if len(call.params) > 1 or any(where != "state" for where, _, _ in call.written):
