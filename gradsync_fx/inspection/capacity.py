@@ -7,7 +7,7 @@ node; the peak is found for every other size from these, without capturing again
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.fx import GraphModule, Node
 
@@ -135,7 +135,8 @@ def _load(small: Measure, large: Measure, n: int) -> Load:
     for (label, early, size), (_, late, _) in zip(one.buckets, two.buckets, strict=True):
         ready = between(early * one.total, late * two.total)
         buckets.append((label, min(1.0, ready / total) if total else 1.0, size))
-    return Load(between(one.forward, two.forward), total, tuple(buckets), one.ranks)
+    forward = between(one.forward, two.forward)
+    return replace(one, forward=forward, total=total, buckets=tuple(buckets))
 
 
 def _check_alike(small: Measure, large: Measure) -> None:

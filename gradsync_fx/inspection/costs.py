@@ -6,6 +6,9 @@ micro-step:  FLOPs of its products and convolutions / (FLOPs per second), spread
 boundary:    a bucket's all-reduce starts when its last gradient is there and the wire is free; what is not done when
              backward ends is exposed, the rest is hidden. Without accumulation, every micro-step is such a boundary.
 
+shared updates: a bucket's sums go to who needs them, half of an all-reduce; the new parameters are gathered behind the
+             last of these, the other half: exposed, or but for the next forward's time where it hides them.
+
 An estimate: no memory traffic, no host time, no time for the update. `calibrate` measures the three numbers.
 """
 
@@ -104,12 +107,18 @@ def all_reduce_seconds(size: int, ranks: int, hardware: Hardware) -> float:
 @dataclass(frozen=True, slots=True)
 class Load:
     """What one micro-step has to do: FLOPs of forward and of all, and for each bucket the share of the step's FLOPs
-    after which its gradients are there, with its bytes."""
+    after which its gradients are there, with its bytes.
+
+    gathered: bytes of new parameters, where updates are shared out among the ranks. hides: these may arrive under the
+    next call's forward.
+    """
 
     forward: int
     total: int
     buckets: tuple[tuple[str, float, int], ...]
     ranks: int
+    gathered: int = 0
+    hides: bool = False
 
 
 def predict(load: Load, k: int, hardware: str | Hardware, *, sync_each: bool = False) -> Prediction:
@@ -117,7 +126,13 @@ def predict(load: Load, k: int, hardware: str | Hardware, *, sync_each: bool = F
     machine = find_hardware(hardware)
     compute = load.total / machine.flops
     wire = _wire(load, compute, machine)
-    over = max([compute, *(s.end for s in wire)])
+    reduced = max([compute, *(s.end for s in wire)])
+    forward = load.forward / machine.flops
+    gathered = all_reduce_seconds(load.gathered, load.ranks, machine) / 2
+    gather = gathered if load.gathered else 0.0
+    over = reduced + (max(0.0, gather - forward) if load.hides else gather)
+    if gather:
+        wire = [*wire, Segment("new parameters", reduced, reduced + gather)]
     exposed = over - compute
 
     def window(steps: int) -> float:
@@ -126,7 +141,6 @@ def predict(load: Load, k: int, hardware: str | Hardware, *, sync_each: bool = F
     communication = sum(s.end - s.start for s in wire)
     curve = tuple((n, n * over / window(n) if over else 1.0) for n in STEPS)
     enough = (n for n in STEPS if exposed <= HIDDEN * window(n))
-    forward = load.forward / machine.flops
     calls = (Segment("forward", 0.0, forward), Segment("backward", forward, compute))
     return Prediction(
         hardware=machine,
@@ -145,8 +159,9 @@ def predict(load: Load, k: int, hardware: str | Hardware, *, sync_each: bool = F
 
 def _wire(load: Load, compute: float, machine: Hardware) -> Sequence[Segment]:
     segments, free = [], 0.0
+    part = 0.5 if load.gathered else 1.0
     for label, share, size in load.buckets:
         start = max(free, share * compute)
-        free = start + all_reduce_seconds(size, load.ranks, machine)
+        free = start + part * all_reduce_seconds(size, load.ranks, machine)
         segments.append(Segment(label, start, free))
     return segments

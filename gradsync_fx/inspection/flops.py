@@ -40,7 +40,11 @@ def load_of(captured: CapturedStep) -> Load:
     setting = captured.facts.setting
     # The ranks of a machine share its link, and send the bytes of one rank over it.
     ranks = setting.world if setting.levels is None else setting.levels.mesh.shape[0]
-    return Load(forward, total, tuple(buckets), ranks)
+    facts = captured.facts
+    leaves = [leaf for leaf in facts.capture.step.leaves.values() if leaf.name in facts.reduced]
+    new = sum(leaf.parameter.numel() * leaf.parameter.itemsize for leaf in leaves)
+    gathered = new if facts.shares else 0
+    return Load(forward, total, tuple(buckets), ranks, gathered, hides=bool(facts.arriving))
 
 
 def flops_of(node: Node) -> int:

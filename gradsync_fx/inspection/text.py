@@ -164,6 +164,10 @@ def _prediction(report: ReportData) -> RenderableType:
     table.add_row("compute", seconds_text(found.compute))
     table.add_row("communication", seconds_text(found.communication))
     table.add_row("of it during backward", seconds_text(found.hidden))
+    table.add_row("of it exposed", seconds_text(found.communication - found.hidden))
+    longer = _longer(report)
+    if longer is not None:
+        table.add_row("measured: boundary less accumulate", seconds_text(longer))
     table.add_row("window", seconds_text(found.window))
     table.add_row("window, every micro-step synced", seconds_text(found.window_synced))
     if report.world_size < 2:
@@ -173,6 +177,14 @@ def _prediction(report: ReportData) -> RenderableType:
     hidden = found.hidden_from
     until = f"from k = {hidden}" if hidden is not None else "for no k up to 64"
     return Group(_spaced(table), _spaced(faster), Text(f"communication is hidden {until}"))
+
+
+def _longer(report: ReportData) -> float | None:
+    """How much longer a boundary took than an accumulate call, its update included; None where one never ran."""
+    took = {p.name: p.seconds / p.calls for p in report.programs if p.calls}
+    if not {"accumulate", "boundary"} <= took.keys():
+        return None
+    return max(0.0, took["boundary"] - took["accumulate"])
 
 
 def _code(report: ReportData) -> RenderableType:

@@ -44,6 +44,20 @@ def test_buckets_wait_for_the_wire() -> None:
     assert [(s.start, s.end) for s in predict(load, 1, UNIT).boundary[2:]] == [(6, 10), (10, 14)]
 
 
+def test_shared_updates_gather_behind_the_reduction_or_under_the_next_forward() -> None:
+    """Half of an all-reduce for each bucket, 1 + 1 s; then 8 bytes of parameters, 1 + 2 s, 4 s of forward over them."""
+    buckets = (("a", 0.6, 4), ("b", 1.0, 4))
+    seen = predict(Load(4, 10, buckets, 2, gathered=8), 3, UNIT)
+    hidden = predict(Load(4, 10, buckets, 2, gathered=8, hides=True), 3, UNIT)
+    assert [(s.label, s.start, s.end) for s in seen.boundary[2:]] == [
+        ("a", 6, 8),
+        ("b", 10, 12),
+        ("new parameters", 12, 15),
+    ]
+    assert (seen.communication, seen.hidden, seen.window) == (7, 2, 35)
+    assert (hidden.communication, hidden.hidden, hidden.window) == (7, 5, 32)
+
+
 def test_syncing_each_micro_step_gains_nothing() -> None:
     load = Load(4, 10, (("a", 1.0, 4),), 2)
     found = predict(load, 4, UNIT, sync_each=True)
