@@ -124,6 +124,7 @@ class OptimizedStep(Generic[P, R]):
             ARRIVALS.check()
             executor.accumulators.drop_gradients()
             result: R = self._dispatch.call(args, kwargs)
+            executor.raise_refusal()
             if first:
                 executor.accumulators.drop_gradients()
                 warn_of_mistakes(executor)

@@ -107,6 +107,20 @@ def test_what_one_rank_raises_refuses_for_all(ranks: Ranks) -> None:
 
 
 @pytest.mark.gloo
+def test_a_rank_that_raises_while_it_flushes_takes_part_to_the_end(ranks: Ranks) -> None:
+    one, other = ranks(voted.flushed_early)
+    assert (one["raised"], other["raised"]) == ("", "no disk")
+    assert (one["updates"], one["asked"]) == (other["updates"], other["asked"])
+    assert one["updates"] == one["asked"] - 1 == 1
+    assert all(map(torch.equal, one["values"], other["values"]))
+
+
+@pytest.mark.gloo
+def test_a_vote_on_one_rank_only_is_named_on_all(ranks: Ranks) -> None:
+    assert all("commit" in said for said in ranks(voted.unlike))
+
+
+@pytest.mark.gloo
 def test_a_step_that_runs_eagerly(ranks: Ranks) -> None:
     results = ranks(voted.eagerly, 2, BALLOTS)
     for found, wanted in results:

@@ -49,9 +49,3 @@ class Ballot:
         except BaseException as failure:  # raised when the ranks have voted: they wait for this one
             self.failure = failure
             return False
-
-    def end(self) -> None:
-        """Raises what `commit` raised on this rank."""
-        if self.failure is not None:
-            failure, self.failure = self.failure, None
-            raise failure

@@ -76,6 +76,7 @@ class Executor:
         self._agreement = Agreement()
         self._rest: tuple[StepProtocol, Meeting, Callable[[], Closed]] | None = None
         self._ballot: Ballot | None = None  # of the latest meeting
+        self._refusals: list[BaseException] = []
 
     @property
     def begun(self) -> bool:
@@ -300,8 +301,15 @@ class Executor:
         else:
             self._awaited = (step, meeting, closed.outcome)
             self._states.watch(step.objects.optimizers, self.settle)
-        if self._ballot is not None:
-            self._ballot.end()
+        if self._ballot is not None and self._ballot.failure is not None:
+            self._refusals.append(self._ballot.failure)
+
+    def raise_refusal(self) -> None:
+        """Raises what `commit` raised on this rank, when a call, or all that a flush closes, is over."""
+        if self._refusals:
+            first, *_ = self._refusals
+            self._refusals = []
+            raise first
 
     def settle_all(self) -> None:
         """As `settle`; and waits until parameters are in place."""

@@ -38,6 +38,7 @@ def flush(executor: Executor, on_update: Any = None) -> None:
     executor.buffers.at_end(step)
     ARRIVALS.settle()
     executor.sync_gradients = updated
+    executor.raise_refusal()
 
 
 def skip(executor: Executor) -> None:
@@ -58,6 +59,7 @@ def skip(executor: Executor) -> None:
     closing = executor.closing(step)
     if closing:
         executor.close(step, BOUNDARY, closing, None)
+        executor.raise_refusal()
         return
     after = executor.window.called(summed=False)
     if step.speaks_in_every_call:

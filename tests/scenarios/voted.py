@@ -158,6 +158,47 @@ def both(
     return found, by_hand(rank, world, name, ballots, flushed=flushed)
 
 
+def flushed_early(rank: int) -> dict[str, Any]:
+    """Rank 1's data ends after one call, and its first vote raises while it flushes; rank 0 goes on for two windows."""
+    model, optimizer, scheduler = _alike(rank, 2, "AdamW", {})
+    asked: list[int] = []
+
+    def commit() -> bool:
+        asked.append(1)
+        if rank == 1 and len(asked) == 1:
+            raise RuntimeError("no disk")
+        return True
+
+    step = gradsync_fx.optimize(
+        _step, gradient_accumulation_steps=K, commit=commit, backend="aot_eager"
+    )
+    for number in range(2 * K if rank == 0 else 1):
+        step(model, optimizer, scheduler, *_batch(rank, number), 0.5)
+    raised = ""
+    try:
+        step.flush()
+    except RuntimeError as failure:
+        raised = str(failure)
+    return {
+        "raised": raised,
+        "asked": len(asked),
+        "updates": step.optimizer_step,
+        "values": list(model.parameters()),
+    }
+
+
+def unlike(rank: int) -> str:
+    """Only one rank has a vote."""
+    model, optimizer, scheduler = _alike(rank, 2, "AdamW", {})
+    commit = (lambda: True) if rank else None
+    step = gradsync_fx.optimize(_step, commit=commit, backend="aot_eager")
+    try:
+        step(model, optimizer, scheduler, *_batch(rank, 0), 0.5)
+    except gradsync_fx.RanksDisagreeError as error:
+        return str(error)
+    return ""
+
+
 def eagerly(rank: int, world: int, ballots: Ballots) -> tuple[dict[str, Any], dict[str, Any]]:
     """A step that cannot be captured, in the same windows."""
     global _step
