@@ -6,7 +6,7 @@ counts by its form, a number in a tensor by its value; devices do not, as ranks 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -19,22 +19,24 @@ _PLAIN = (int, float, complex, str, bool, bytes, type(None), torch.dtype)
 
 
 def likeness(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
-    """All of that. names: of parameters, by id."""
-    lines = settings_likeness(optimizer)
-    for place, parameter in enumerate(in_groups(optimizer)):
-        name = names.get(id(parameter), "")
+    """All of that. names: by id, of the parameters that ranks have in common; others are each rank's own."""
+    held = [p for p in in_groups(optimizer) if id(p) in names]
+    lines = settings_likeness(optimizer, names) if held else []
+    for place, parameter in enumerate(held):
+        name = names[id(parameter)]
         lines.append(f"with {name!r} of shape {tuple(parameter.shape)} as parameter {place}")
-    for place, parameter in enumerate(in_groups(optimizer)):
+    for place, parameter in enumerate(held):
         state = getattr(optimizer, "state", {}).get(parameter)
         entries = ", ".join(sorted(map(str, state))) if isinstance(state, dict) and state else ""
         lines.append(f"with {entries or 'nothing'} as state of parameter {place}")
     return [f"{type(optimizer).__qualname__} {line}" for line in lines]
 
 
-def settings_likeness(optimizer: Optimizer) -> list[str]:
-    """What of it may be set between two updates."""
+def settings_likeness(optimizer: Optimizer, among: Collection[int] | None = None) -> list[str]:
+    """What of it may be set between two updates. among: parameters that count, by id; None for all of them."""
     groups = getattr(optimizer, "param_groups", [])
-    lines = [f"with parameters by group: {[len(group['params']) for group in groups]}"]
+    sizes = [sum(among is None or id(p) in among for p in group["params"]) for group in groups]
+    lines = [f"with parameters by group: {sizes}"]
     for number, group in enumerate(groups):
         held = {key: value for key, value in group.items() if key != "params"}
         lines += [

@@ -112,7 +112,8 @@ class Executor:
 
     def _updates(self, step: StepProtocol) -> list[str]:
         """What has to be alike on all ranks of the optimizers, and of what they do."""
-        names = {id(p): name for name, p in step.objects.parameters.items()}
+        known, ignored = step.objects.parameters, step.setting.ignored
+        names = {id(p): name for name, p in known.items() if name not in ignored}
         held = [line for o in step.objects.optimizers for line in likeness(o, names)]
         return [*held, *step.updates_told(self.all_parts)]
 
