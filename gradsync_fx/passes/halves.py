@@ -14,7 +14,7 @@ The update of a tail is the update of a boundary: where both have the same secon
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -87,7 +87,7 @@ class Cutter:
             self._sink()
         else:
             self.second = self._closure(seeds)
-        self._given: list[Node] = []  # outputs of the first half
+        self._given: dict[Node, int] = {}  # outputs of the first half, each with its number
 
     def _is_late(self, node: Node) -> bool:
         """A wait for what an update needs, or a write of the update."""
@@ -146,14 +146,12 @@ class Cutter:
             results=results,
             inputs=tuple(h.meta["val"] for h in self._holders),
             forms=forms,
-            started=tuple(self._given.index(n) for n in under_way),
+            started=tuple(self._given[n] for n in under_way),
         )
 
     def _give(self, node: Node) -> int:
         """The number of a value among the first half's outputs."""
-        if node not in self._given:
-            self._given.append(node)
-        return self._given.index(node)
+        return self._given.setdefault(node, len(self._given))
 
     def _result(self, value: Any) -> tuple[str, Any]:
         if not isinstance(value, Node):
@@ -163,7 +161,7 @@ class Cutter:
         if value in self._position:
             return "input", self._position[value]
         if value in self.second:
-            return "second", self._returned.index(value)
+            return "second", self._returned[value]
         return "first", self._give(value)
 
     def _kept_for_collectives(self) -> list[Node]:
@@ -185,7 +183,7 @@ class Cutter:
         returned = dict.fromkeys(
             v for v in values if isinstance(v, Node) and v in self.second and v.target is not _COPY
         )
-        self._returned = list(returned)
+        self._returned = {value: i for i, value in enumerate(returned)}
         body = [n for n in self._nodes if n in self.second]
         if not body:
             return None, []
@@ -218,9 +216,8 @@ class Cutter:
         for value in made.carried:
             take(value)
             env[value].meta["val"] = _form(value.meta["val"])
-        again = set(made.again)
         for node in self._nodes:
-            if node in again:
+            if node in made.again:
                 add(node)
         for node in body:
             add(node)
@@ -253,24 +250,23 @@ class _SecondHalf:
     ) -> None:
         self._position, self.second = position, second
         # Sizes of the other inputs may be expressions of these.
-        self.inputs: list[Node] = [
+        self.inputs = dict.fromkeys(
             h for h in position if not isinstance(h.meta["val"], torch.Tensor)
-        ]
-        self.carried: list[Node] = []
-        self.again: list[Node] = []
+        )
+        self.carried: dict[Node, None] = {}
+        self.again: dict[Node, None] = {}
 
     def ask(self, node: Node) -> None:
-        known: Callable[[list[Node]], bool] = lambda where: node in where  # noqa: E731
-        if node in self.second or any(map(known, (self.inputs, self.carried, self.again))):
+        if any(node in known for known in (self.second, self.inputs, self.carried, self.again)):
             return
         if node in self._position:
-            self.inputs.append(node)
+            self.inputs[node] = None
         elif _is_number(node) or node.op == "get_attr" or _source(node) is not node:
             for source in node.all_input_nodes:
                 self.ask(source)
-            self.again.append(node)
+            self.again[node] = None
         else:
-            self.carried.append(node)
+            self.carried[node] = None
 
 
 def _is_number(node: Node) -> bool:
