@@ -40,10 +40,11 @@ class TwoLevels(ProcessGroup):
         """over: the same ranks as one group. name: no other group's, the same on all ranks."""
         super().__init__(dist.get_rank(over), mesh.size())  # type: ignore[call-arg]  # one of its forms
         self.mesh, self.over, self.registered = mesh, over, name
-        groups = mesh.get_group(0), mesh.get_group(1)
-        self.across, self.inside = map(_own, groups) if mesh.device_type == "cpu" else groups
+        self.across, self.inside = mesh.get_group(0), mesh.get_group(1)
         self._queue: SimpleQueue[tuple[torch.Tensor, _Queued] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        # Held here, too: the thread would end them, as the process ends, where gloo cannot.
+        self._owned: tuple[ProcessGroup, ...] = ()
         self._stream: torch.cuda.Stream | None = None
         register_group(self, name)
 
@@ -68,8 +69,8 @@ class TwoLevels(ProcessGroup):
         return work
 
     def _reduction(self) -> Callable[[torch.Tensor], None]:
-        """The work itself, which keeps no hold of this object: the thread must not."""
-        across, inside = self.across, self.inside
+        """The work itself, which keeps no hold of this object: the thread must not. Made where all ranks reduce."""
+        across, inside = self._owned = _own(self.across), _own(self.inside)
         return lambda tensor: _reduce(tensor, inside, across)
 
     def _on_stream(self, tensor: torch.Tensor) -> Work:

@@ -114,8 +114,7 @@ class Terms:
         if not isinstance(first, Term):
             return None
         if op is _aten.select.int and first.op == "numbers":
-            chosen: Term = first.args[_value(args[2])]
-            return chosen
+            return first.args[_value(args[2])]
         if op in (ops.ITEM, *_SAME) and first in self._numbers:
             return first
         if op is ops.ITEM:
@@ -226,10 +225,7 @@ class Machine:
 
     def read(self, ref: Ref) -> Term:
         """What a value is now."""
-        if ref.root in self.under_way:
-            raise Fault("it is read while its reduction is under way")
-        if ref.root in self.away:
-            raise Fault("a parameter is read before it has arrived")
+        self._check_there(ref, "read")
         if ref.root in self._pending and not self._has_arrived(ref):
             raise Fault("the result of a collective is read before its wait")
         term = self.memory[ref.root]
@@ -237,17 +233,19 @@ class Machine:
             term = self.terms.of(op, (term, *args), {})
         return term
 
+    def _check_there(self, ref: Ref, done: str) -> None:
+        if ref.root in self.under_way:
+            raise Fault(f"it is {done} while its reduction is under way")
+        if ref.root in self.away:
+            raise Fault(f"a parameter is {done} before it has arrived")
+
     def _has_arrived(self, ref: Ref) -> bool:
         cuts = range(len(ref.path) + 1)
         return any(Ref(ref.root, ref.path[:n]) in self._arrived for n in cuts)
 
     def write(self, ref: Ref, term: Term) -> None:
         """A write in place. Zeros are zeros, of whatever shape they are spread from."""
-        if ref.root in self.under_way or ref.root in self.away:
-            what = (
-                "its reduction is under way" if ref.root in self.under_way else "its value arrives"
-            )
-            raise Fault(f"it is written while {what}")
+        self._check_there(ref, "written")
         if term.op is _aten.full.default:
             term = self.terms.make("filled", term.args[1])
         if ref.path:
@@ -302,8 +300,7 @@ class Machine:
         if target is _aten.clone.default and not any(u.op == "output" for u in node.users):
             # Inductor takes it out, and reads what was copied in its place.
             return env[argument(node, 0)]
-        base = viewed(target)
-        if base is not None and not node.kwargs and base == 0:
+        if viewed(target) == 0 and not node.kwargs:
             whole = env[argument(node, 0)]
             step = (target, tuple(self._frozen(a, env) for a in node.args[1:]))
             return Ref(whole.root, (*whole.path, step))

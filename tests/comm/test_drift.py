@@ -14,7 +14,7 @@ from tests.workers import Ranks
 @pytest.mark.parametrize(
     ("how", "at", "found_at", "named"),
     [
-        ("rate", 1, 1, "'0.weight'"),
+        ("rate", 2, COMPARED_EVERY, "'0.weight'"),
         ("last parameter", 7, COMPARED_EVERY, "'2.bias'"),
     ],
 )

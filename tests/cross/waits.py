@@ -107,7 +107,7 @@ def watch(name: str, fault: str = "") -> tuple[int, int, int]:
         float64, Tensor, device = torch.float64, torch.Tensor, torch.device
         Event = mock.MagicMock()
 
-    def lower(program: Any, fake_mode: Any, options: Any, journal: Any) -> Any:
+    def lower(program: Any, fake_mode: Any, options: Any, journal: Any, known: Any) -> Any:
         rewritten = rewrite(program, fake_mode, journal, FOR_INDUCTOR, options.without)
         values = [
             v.meta["val"] if isinstance(v, torch.fx.Node) else v

@@ -118,8 +118,9 @@ def _collected(run: Run) -> None:
 
 
 def _loaded(run: Run) -> None:
-    state = {n: torch.full_like(p, 0.25) for n, p in run.model.named_parameters()}
-    run.model.load_state_dict(state)
+    run.model.load_state_dict(
+        {n: torch.full_like(p, 0.25) for n, p in run.model.named_parameters()}
+    )
 
 
 # What settles by itself, or by hand.
@@ -130,12 +131,13 @@ READS: dict[str, Read] = {
     "state_dict of the model": _saved,
     "state_dict of the optimizer": lambda run: run.optimizer.state_dict(),
     "state_dict of the step": lambda run: run.step.state_dict(),
-    "load_state_dict": _loaded,
     "flush": lambda run: run.step.flush(),
     "report": lambda run: run.step.report(),
     "self_check": lambda run: run.step.self_check(run.model, run.optimizer, *_batch(run.rank, 0)),
+    "load_state_dict": _loaded,
     "end of the step": _collected,
 }
+LAST = "end of the step"
 
 
 def _two(rank: int) -> tuple[Run, Run]:
@@ -146,27 +148,33 @@ def _two(rank: int) -> tuple[Run, Run]:
     return run, plain
 
 
-def read(rank: int, how: str) -> dict[str, Any]:
-    """Two windows, then a read: what was there before it and after it, and what a run without hiding has."""
+def reads(rank: int) -> dict[str, dict[str, Any]]:
+    """For each way to read an update and the read: what was there before it and after it, and without hiding."""
     run, plain = _two(rank)
-    before = run.values()
-    run.call()
-    there, away = run.values(), len(ARRIVALS)
-    result = READS[how](run)
-    hooks = sum(
-        len(m._forward_pre_hooks) + len(m._state_dict_pre_hooks) for m in run.model.modules()
-    )
-    return {
-        "before": before,
-        "there": there,
-        "away": away,
-        "after": run.values(),
-        "left": len(ARRIVALS),
-        "hooks": hooks,
-        "plain": plain.values(),
-        "result": result if isinstance(result, Tensor) else None,
-        "wanted": READS[how](plain) if how.startswith("forward") else None,
-    }
+    found = {}
+    for how, read in READS.items():
+        before = run.values()
+        run.call()
+        there, away = run.values(), len(ARRIVALS)
+        result = read(run)
+        wanted = read(plain) if how.startswith(("forward", "load")) else None
+        hooks = sum(
+            len(m._forward_pre_hooks) + len(m._state_dict_pre_hooks) for m in run.model.modules()
+        )
+        found[how] = {
+            "before": before,
+            "there": there,
+            "away": away,
+            "after": run.values(),
+            "left": len(ARRIVALS),
+            "hooks": hooks,
+            "plain": plain.values(),
+            "result": result if isinstance(wanted, Tensor) else None,
+            "wanted": wanted,
+        }
+        if how not in LAST:
+            plain.call()
+    return found
 
 
 def written(rank: int) -> dict[str, Any]:
