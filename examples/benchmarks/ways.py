@@ -14,7 +14,6 @@ import torch._inductor.config
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
@@ -129,6 +128,9 @@ def _accumulate(setting: Setting) -> MicroStep:
 
 def _sharded_ddp(setting: Setting) -> MicroStep:
     """DDP with torch's own sharded optimizer: gradients are reduced to every rank, new parameters are broadcast."""
+    # Its module warns, as it is loaded, of what torch itself has given up.
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
     ddp = setting.ddp(setting.model())
     optimizer = ZeroRedundancyOptimizer(ddp.parameters(), AdamW, lr=RATE)
 
