@@ -67,16 +67,18 @@ def _trained_elsewhere(seen: Observed) -> list[tuple[str, nn.Module]]:
 
 def ddp_modules(seen: Observed) -> tuple[DistributedDataParallel, ...]:
     """All of them, also those inside of other modules; the outer one first."""
-    known = (*_trained_elsewhere(seen), *seen.modules)
-    inside = dict.fromkeys(m for _, root in known for m in root.modules())
-    return tuple(m for m in inside if isinstance(m, DistributedDataParallel))
+    return tuple(m for m in _inside(seen) if isinstance(m, DistributedDataParallel))
 
 
 def holders(seen: Observed) -> tuple[nn.Module, ...]:
     """Modules that hold parameters themselves, of all that the step could meet."""
+    return tuple(m for m in _inside(seen) if next(m.parameters(recurse=False), None) is not None)
+
+
+def _inside(seen: Observed) -> dict[nn.Module, None]:
+    """All modules that the step could meet, also those inside of others; the outer one first."""
     known = (*_trained_elsewhere(seen), *seen.modules)
-    inside = dict.fromkeys(m for _, root in known for m in root.modules())
-    return tuple(m for m in inside if next(m.parameters(recurse=False), None) is not None)
+    return dict.fromkeys(m for _, root in known for m in root.modules())
 
 
 def batch_norms(seen: Observed) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ which gloo ends the process, or train copies that drift apart. Whether they do i
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -52,7 +52,7 @@ def check_replicas(
     for what, sums in zip(forms, columns, strict=False):
         if len(set(sums)) > 1:
             raise _other_form(what, [t.split("\n") for t in line.texts("\n".join(forms[what]))])
-    check_optimizers(line, next(columns), optimizers)
+    check_optimizers(line, next(columns), lambda: optimizers)
     _check_values(line, parameters)
 
 
@@ -63,17 +63,20 @@ def number_of_all(optimizers: Sequence[str]) -> float:
 
 def alike_updates(line: Line, mine: Sequence[str]) -> None:
     """Raises `RanksDisagreeError`, on every rank, where ranks are about to make another update than each other."""
-    check_optimizers(line, [row[0] for row in line.gather([number_of_all(mine)])], mine)
+    numbers = [row[0] for row in line.gather([number_of_all(mine)])]
+    check_optimizers(line, numbers, lambda: mine)
 
 
-def check_optimizers(line: Line, numbers: Iterable[float], mine: Sequence[str]) -> None:
+def check_optimizers(
+    line: Line, numbers: Iterable[float], mine: Callable[[], Sequence[str]]
+) -> None:
     """Raises `RanksDisagreeError`, on every rank, where what is told of the ranks' optimizers differs.
 
-    numbers: of all ranks, by `number_of_all`. mine: what this rank tells.
+    numbers: of all ranks, by `number_of_all`. mine: what this rank tells; asked only where they differ.
     """
     if len(set(numbers) - {0.0}) <= 1:
         return
-    told = [text.split("\n") if text else [] for text in line.texts("\n".join(mine))]
+    told = [text.split("\n") if text else [] for text in line.texts("\n".join(mine()))]
     longest = max(map(len, told))
     padded = [[*lines, *["nothing more"] * (longest - len(lines))] for lines in told if lines]
     ranks = [rank for rank, lines in enumerate(told) if lines]

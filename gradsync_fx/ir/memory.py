@@ -7,9 +7,23 @@ from collections.abc import Collection, Iterable
 from functools import cache
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from gradsync_fx._torch import OpOverload
+
+
+_aten = torch.ops.aten
+# They may hand out their input itself.
+MAY_ALIAS = frozenset(
+    {
+        _aten.reshape.default,
+        _aten.contiguous.default,
+        _aten._to_copy.default,
+        _aten.lift_fresh_copy.default,
+        torch.ops.prims.convert_element_type.default,
+    }
+)
 
 
 @cache
@@ -53,6 +67,11 @@ def base_of(node: Node, also: Collection[Any] = ()) -> Node:
         if not isinstance(base, Node):
             return node
         node = base
+
+
+def form_apart(value: Any) -> Any:
+    """A fake value of the same shape, strides and dtype, with a storage of its own."""
+    return value.new_empty_strided(value.shape, value.stride())
 
 
 def order_by_memory(nodes: Iterable[Node], free: Collection[Any]) -> dict[Node, frozenset[Node]]:

@@ -23,7 +23,14 @@ from torch.fx import Graph, GraphModule, Node, map_arg
 from gradsync_fx.comm.inplace_all_reduce import START_SUMS, WAIT_SUMS
 from gradsync_fx.ir import ops
 from gradsync_fx.ir.builder import Draft
-from gradsync_fx.ir.memory import aliased, base_of, order_by_memory, viewed
+from gradsync_fx.ir.memory import (
+    MAY_ALIAS,
+    aliased,
+    base_of,
+    form_apart,
+    order_by_memory,
+    viewed,
+)
 from gradsync_fx.ir.ops import argument
 from gradsync_fx.ir.program import Kind, Slot, output_values
 from gradsync_fx.passes.device_numbers import accelerator_of
@@ -36,20 +43,13 @@ _COPY = torch.ops.aten.copy_.default
 _WAITS = (WAIT_SUMS, ops.WAIT)
 _HELD = (Kind.PARAMETER, Kind.STATE, Kind.SCALAR, Kind.WEIGHT)
 OF_UPDATE = "of_update"  # of a node's meta: a write that only an update makes
-# They may hand out their input itself.
-_MAY_ALIAS = (
-    torch.ops.aten.reshape.default,
-    torch.ops.aten.contiguous.default,
-    torch.ops.aten._to_copy.default,
-)
 
 
 def mark_update_writes(draft: Draft, plan: Plan) -> None:
     """Notes on the writes of the step that they are of what closes here, for the cut."""
     for write, sources in plan.regions.boundary_writes.items():
-        copy = draft.of[write]
-        if not plan.is_open(sources) and copy.graph is draft.graph:
-            copy.meta[OF_UPDATE] = True
+        if not plan.is_open(sources):
+            draft.of[write].meta[OF_UPDATE] = True
 
 
 def cut_in_halves(rewritten: Rewritten) -> None:
@@ -61,8 +61,8 @@ def cut_in_halves(rewritten: Rewritten) -> None:
     program, main = rewritten.program, rewritten.main
     reduces = any(n.target is START_SUMS or n.meta.get("bucket") for n in main.graph.nodes)
     on_device = accelerator_of(program.inputs()) is not None
-    apart = program.voted or bool(program.arriving)
-    if program.closes and (apart or reduces and not on_device) or program.voted:
+    between = program.voted or program.closes and bool(program.arriving)
+    if between or program.closes and reduces and not on_device:
         rewritten.halves = Cutter(main, rewritten.slots).halves()
 
 
@@ -215,7 +215,7 @@ class Cutter:
             env[holder].meta.update(holder.meta)
         for value in made.carried:
             take(value)
-            env[value].meta["val"] = _form(value.meta["val"])
+            env[value].meta["val"] = form_apart(value.meta["val"])
         for node in self._nodes:
             if node in made.again:
                 add(node)
@@ -248,7 +248,7 @@ class _SecondHalf:
     def __init__(
         self, module: GraphModule, position: dict[Node, int], second: Collection[Node]
     ) -> None:
-        self._position, self.second = position, second
+        self._position, self._second = position, second
         # Sizes of the other inputs may be expressions of these.
         self.inputs = dict.fromkeys(
             h for h in position if not isinstance(h.meta["val"], torch.Tensor)
@@ -257,7 +257,7 @@ class _SecondHalf:
         self.again: dict[Node, None] = {}
 
     def ask(self, node: Node) -> None:
-        if any(node in known for known in (self.second, self.inputs, self.carried, self.again)):
+        if any(node in known for known in (self._second, self.inputs, self.carried, self.again)):
             return
         if node in self._position:
             self.inputs[node] = None
@@ -282,7 +282,7 @@ def _source(node: Node) -> Node:
         index = aliased(node.target)
         if node.target is operator.getitem and viewed(argument(node, 0).target) is None:
             return node
-        if node.target in _MAY_ALIAS:
+        if node.target in MAY_ALIAS:
             same = argument(node, 0).meta["val"].dtype is node.meta["val"].dtype
             index = 0 if same else None
         if index is None:
@@ -301,11 +301,6 @@ def _needed(nodes: Sequence[Node], without: Collection[Node], given: Collection[
         if effect or node in given or any(u in found for u in node.users):
             found.add(node)
     return found
-
-
-def _form(value: torch.Tensor) -> torch.Tensor:
-    """A fake value of the same shape, strides and dtype, with a storage of its own."""
-    return value.new_empty_strided(value.shape, value.stride())
 
 
 def _module_of(root: GraphModule, graph: Graph) -> GraphModule:

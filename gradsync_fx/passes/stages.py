@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from gradsync_fx.ir.memory import base_of
+from gradsync_fx.ir.memory import MAY_ALIAS, base_of, form_apart
 from gradsync_fx.ir.ops import UPDATE, argument
 from gradsync_fx.ir.program import Kind, Program, Slot, output_values, writes
 from gradsync_fx.optim.opaque import Opaque
@@ -25,16 +25,6 @@ from gradsync_fx.passes.halves import OF_UPDATE
 
 _aten = torch.ops.aten
 SEEN_BY_ALL = frozenset((Kind.PARAMETER, Kind.BUFFER, Kind.DATA))
-# They may hand out their input itself.
-_MAY_ALIAS = frozenset(
-    {
-        _aten.reshape.default,
-        _aten.contiguous.default,
-        _aten._to_copy.default,
-        _aten.lift_fresh_copy.default,
-        torch.ops.prims.convert_element_type.default,
-    }
-)
 
 
 @dataclass(slots=True)
@@ -146,16 +136,14 @@ class _StageCutter:
             elif not self._already_there(node):
                 self._copy(self._parts[self._stage[node]], node)
         found.append((None, []))
-        results = [self._result(value) for value in output_values(self._program.module)]
-        forms = {v.name: v.meta["val"] for v in self._program_outputs()}
+        outputs = output_values(self._program.module)
+        results = [self._result(value) for value in outputs]
+        forms = {v.name: v.meta["val"] for v in outputs if isinstance(v, Node)}
         return Stages(
             [self._finish(part, *rest) for part, rest in zip(self._parts, found, strict=True)],
             results,
             forms,
         )
-
-    def _program_outputs(self) -> list[Node]:
-        return [v for v in output_values(self._program.module) if isinstance(v, Node)]
 
     def _already_there(self, node: Node) -> bool:
         """A write of what the update itself has left in the parameter."""
@@ -214,7 +202,7 @@ class _StageCutter:
         made = self._input(
             part, self._give(source, node), node, Slot(Kind.CARRIED, node.name, node.name)
         )
-        made.meta["val"] = _form(node.meta["val"])
+        made.meta["val"] = form_apart(node.meta["val"])
         return made
 
     def _input(self, part: _Part, key: int | str, like: Node, slot: Slot) -> Node:
@@ -232,9 +220,9 @@ class _StageCutter:
         """Makes a value of a part one of its outputs; what may be a tensor that changes later is copied."""
         if node.name not in part.gives:
             made = self._value(part, node)
-            if base_of(made, _MAY_ALIAS).op == "placeholder":
+            if base_of(made, MAY_ALIAS).op == "placeholder":
                 kept = part.graph.call_function(_aten.clone.default, (made,))
-                kept.meta["val"] = _form(made.meta["val"])
+                kept.meta["val"] = form_apart(made.meta["val"])
                 made = kept
             part.gives[node.name] = made
         return node.name
@@ -269,11 +257,6 @@ class _StageCutter:
             program = Program(f"{self._program.name} {part.number + 1}", module, tuple(part.slots))
             program.voted = self._program.voted and not part.number
         return Stage(program, part.inputs, list(part.gives), update, gradients)
-
-
-def _form(value: Any) -> Any:
-    """A fake value of the same shape, strides and dtype, with a storage of its own."""
-    return value.new_empty_strided(value.shape, value.stride())
 
 
 def _draws(node: Node) -> bool:

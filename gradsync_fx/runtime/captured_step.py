@@ -44,7 +44,7 @@ from gradsync_fx.runtime.ending import Closed, Ending
 from gradsync_fx.runtime.host_calls import HostCalls
 from gradsync_fx.runtime.outcome import Outcome
 from gradsync_fx.runtime.participate import take_part
-from gradsync_fx.runtime.program_cache import ProgramCache
+from gradsync_fx.runtime.program_cache import CompiledProgram, ProgramCache
 from gradsync_fx.runtime.program_runner import ProgramRunner
 from gradsync_fx.runtime.refusals import no_common_tail
 from gradsync_fx.runtime.sharing import updates_told
@@ -235,9 +235,22 @@ class CapturedStep:
         """
         compiled = self.programs.compiled(closing)
         self.remember(args)
+        numbers = range(compiled.program.host_values)
+        return self._run(compiled, args, divisors, counts, numbers, closing)
+
+    def _run(
+        self,
+        compiled: CompiledProgram,
+        args: list[Any],
+        divisors: Divisors,
+        counts: Callable[[], bool],
+        numbers: Collection[int],
+        closing: frozenset[int],
+    ) -> list[Any]:
+        """A program, and with its update the host's calls. numbers: of the values for these that it gives."""
         results = self.runner.run(compiled, args, divisors, counts)
         made = not compiled.program.voted or counts()
-        self.host.take(compiled.program, results, range(compiled.program.host_values), made=made)
+        self.host.take(compiled.program, results, numbers, made=made)
         if made:
             self.host.make(closing)
         return results
@@ -262,12 +275,8 @@ class CapturedStep:
             self._tail_data.get(i) if slot.kind is Kind.DATA else tensors.get(slot.name)
             for i, slot in enumerate(capture.step.slots)
         ]
-        results = self.runner.run(compiled, args, divisors, counts)
-        made = not compiled.program.voted or counts()
-        self.host.take(compiled.program, results, self.facts.regions.boundary_host, made=made)
-        if made:
-            self.host.make(closing)
-        return results
+        numbers = self.facts.regions.boundary_host
+        return self._run(compiled, args, divisors, counts, numbers, closing)
 
     @property
     def settled(self) -> bool:

@@ -216,7 +216,7 @@ class Executor:
             if meeting.uniform:
                 for part in meeting.closing:
                     numbers = [p.updates[part] for p in meeting.ranks]
-                    check_optimizers(self._line, numbers, self._updates(step))
+                    check_optimizers(self._line, numbers, lambda: self._updates(step))
             self.buffers.follow(self._line, meeting)
             if meeting.someone_runs and self.options.sync_each_batch:
                 check_same_layout(meeting)
