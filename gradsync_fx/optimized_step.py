@@ -189,7 +189,8 @@ class OptimizedStep(Generic[P, R]):
         True
         """
         with self._one_thread.held():
-            return {name: t.view_as(t) for name, t in self._executor.accumulators.sums.items()}
+            sums = self._executor.summed_in_place()
+            return {name: t.view_as(t) for name, t in sums.items()}
 
     def flush(self, on_update: Callable[[], Any] | None = None) -> None:
         """Closes the open window now: reduce, update, zero. Every rank calls it, when its data has ended.

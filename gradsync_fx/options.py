@@ -26,7 +26,7 @@ REDUCTIONS: tuple[str, ...] = get_args(ReductionKind)
 BROADCASTS: tuple[str, ...] = get_args(Broadcasts)
 # What makes a program faster and not another one (lower.py, shareable.py, compile_lock.py).
 Optimization = Literal[
-    "overlap", "in_place", "shared_memory", "products", "updates", "shared_compile"
+    "overlap", "in_place", "shared_memory", "products", "updates", "shared_compile", "invariants"
 ]
 OPTIMIZATIONS: tuple[str, ...] = get_args(Optimization)
 Backend = str | Callable[..., Any]

@@ -179,6 +179,11 @@ class EagerStep:
         )
 
     @property
+    def early_sums(self) -> None:
+        """Every term goes into its parameter's own sum."""
+        return None
+
+    @property
     def reduced(self) -> frozenset[str]:
         """Parameters whose gradients are reduced over the ranks of the window, and so stay the same on all of them."""
         return frozenset(self.sums).difference(self.setting.ignored)

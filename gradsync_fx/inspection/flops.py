@@ -1,14 +1,11 @@
-"""Counts the FLOPs of a captured step, by torch's formulas, from the shapes in its graph."""
+"""What a micro-step of a captured step has to do, in FLOPs and bytes to send."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from torch.fx import Node, map_arg
-from torch.utils.flop_counter import flop_registry
+from torch.fx import Node
 
 from gradsync_fx.inspection.costs import Load
+from gradsync_fx.ir.flops import flops_of
 from gradsync_fx.runtime.captured_step import CapturedStep
 
 
@@ -45,22 +42,3 @@ def load_of(captured: CapturedStep) -> Load:
     new = sum(leaf.parameter.numel() * leaf.parameter.itemsize for leaf in leaves)
     gathered = new if facts.shares else 0
     return Load(forward, total, tuple(buckets), ranks, gathered, hides=bool(facts.arriving))
-
-
-def flops_of(node: Node) -> int:
-    """FLOPs of one node: products, convolutions and attention; 0 for all else."""
-    packet = getattr(node.target, "overloadpacket", None)
-    formula = flop_registry.get(packet)
-    if formula is None:
-        return 0
-    args, kwargs = map_arg((node.args, node.kwargs), lambda n: _hinted(n.meta["val"]))
-    out = _hinted(node.meta["val"])
-    return int(formula(*args, **kwargs, out_val=out))
-
-
-def _hinted(value: Any) -> Any:
-    """A tensor without storage, every size a number."""
-    if isinstance(value, torch.Tensor):
-        sizes = [s if isinstance(s, int) else int(s.node.hint or 1) for s in value.shape]
-        return torch.empty(sizes, dtype=value.dtype, device="meta")
-    return value

@@ -20,7 +20,15 @@ from gradsync_fx.runtime.captured_step import CapturedStep
 from gradsync_fx.user_lines import NOWHERE
 
 
-HELD = (Kind.PARAMETER, Kind.BUFFER, Kind.ACCUMULATOR, Kind.WEIGHT, Kind.STATE, Kind.DATA)
+HELD = (
+    Kind.PARAMETER,
+    Kind.BUFFER,
+    Kind.ACCUMULATOR,
+    Kind.WEIGHT,
+    Kind.STATE,
+    Kind.DATA,
+    Kind.INVARIANT,
+)
 
 
 def memory_of(captured: CapturedStep, programs: Mapping[str, Program]) -> Memory:

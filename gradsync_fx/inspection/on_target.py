@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from gradsync_fx.inspection.costs import Hardware
 from gradsync_fx.inspection.describe import region_of
-from gradsync_fx.inspection.flops import flops_of
+from gradsync_fx.ir.flops import flops_of
 from gradsync_fx.ir.program import Program
 from gradsync_fx.lowering.target.absent import Binary
 from gradsync_fx.lowering.target.cards import Card

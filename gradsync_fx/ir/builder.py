@@ -187,6 +187,16 @@ class Draft:
     def outputs(self) -> list[Any]:
         return output_values(self.module)
 
+    def leave_only(self, values: Collection[Node]) -> None:
+        """Takes out all outputs and effects, and every op that these values do not need."""
+        needed = upstream(values)
+        (end,) = self.graph.find_nodes(op="output")
+        self.set_outputs([])
+        for node in reversed(list(self.graph.nodes)):
+            stays = node in needed or node is end or node is self._start
+            if not stays and node.op != "placeholder":
+                self.graph.erase_node(node)
+
     def live(self) -> set[Node]:
         """All but dead code."""
         return _needed(self.graph, set(self.kept))

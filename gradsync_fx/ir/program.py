@@ -28,6 +28,7 @@ class Kind(StrEnum):  # hashed as a string, in C: each call looks up each of its
     STATE = "state"
     SCALAR = "scalar"
     CARRIED = "carried"
+    INVARIANT = "invariant"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,8 @@ class Slot:
     name: str  # for people; of parameters and buffers the name in the model
     # What the runtime binds it by: position in the step's flat arguments (parameter, buffer, data), parameter name
     # (accumulator), number of a part of the window (weight), update and position in its state or scalars (state,
-    # scalar), name of a value that an earlier stage of the program gave (carried).
+    # scalar), name of a value that an earlier stage of the program gave (carried), number of a value that is held for a
+    # window (invariant).
     key: Any
 
 

@@ -26,7 +26,9 @@ from gradsync_fx.user_lines import warn_user
 
 
 # What lies at the same address in every call, unless the user replaces it: then the call is recorded anew.
-HELD = frozenset((Kind.PARAMETER, Kind.BUFFER, Kind.ACCUMULATOR, Kind.WEIGHT, Kind.STATE))
+HELD = frozenset(
+    (Kind.PARAMETER, Kind.BUFFER, Kind.ACCUMULATOR, Kind.WEIGHT, Kind.STATE, Kind.INVARIANT)
+)
 _ALIGNED = 16  # bytes; what else lies is copied ahead of each call
 _Run = Callable[[list[Any]], Any]
 

@@ -11,6 +11,7 @@ May import: ir, comm, optim, planning.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from functools import partial
 
 from gradsync_fx.gc_off import gc_off
@@ -32,6 +33,13 @@ from gradsync_fx.passes.fuse import add_products, norms_as_sums, numbers_as_tens
 from gradsync_fx.passes.halves import cut_in_halves, mark_update_writes
 from gradsync_fx.passes.hide_gathers import arrive_before_use, hide_gathers
 from gradsync_fx.passes.inline import inline_bodies
+from gradsync_fx.passes.invariants import (
+    fold_sums,
+    hold_values,
+    read_invariants,
+    sum_early,
+    work_on_sums,
+)
 from gradsync_fx.passes.join_updates import join_updates
 from gradsync_fx.passes.mask import mask_boundary
 from gradsync_fx.passes.norms import norms_of_sums
@@ -48,7 +56,10 @@ from gradsync_fx.passes.rewritten import Rewritten
 from gradsync_fx.passes.spread_waits import spread_waits
 from gradsync_fx.passes.update import inline_updates
 from gradsync_fx.passes.verify import verify
+from gradsync_fx.passes.verify_once import prove_once, verify_once
 from gradsync_fx.passes.weigh import weigh_terms
+from gradsync_fx.planning.invariants import summing_early
+from gradsync_fx.planning.kept import NOTHING
 from gradsync_fx.planning.plan import Plan
 
 
@@ -57,6 +68,9 @@ from gradsync_fx.planning.plan import Plan
 MICRO_STEP: list[Pass] = [
     keep_collectives,
     join_partial_sums,
+    read_invariants,
+    sum_early,
+    work_on_sums,
     weigh_terms,
     accumulate_gradients,
     leave_parameters,
@@ -79,6 +93,9 @@ TAIL: list[Pass] = [
     reset_accumulators,
     mark_update_writes,
 ]
+# What a window computes once: when it opens, and of early sums when its gradients are wanted.
+PROLOGUE: list[Pass] = [hold_values]
+FOLD: list[Pass] = [join_partial_sums, fold_sums]
 
 # On the way to a compiler: each pass, and the name of the optimization that it is, by which `without` leaves it out.
 ALWAYS = ""
@@ -112,12 +129,39 @@ AS_IT_IS: list[tuple[str, LoweringPass]] = [
 def build(name: str, plan: Plan, fake_mode: object, journal: Journal, *, tail: bool) -> Program:
     """One program of a step, verified."""
     with gc_off():
-        start = partial(Draft.copy_of, name, plan.step, fake_mode)
         passes = TAIL if tail else MICRO_STEP
-        program = run_passes(passes, journal, start, plan, proof=check_graphs).finish()
+        early = plan if plan.closing else summing_early(plan)
+        program = _draft(name, early, fake_mode, journal, passes).finish()
         program.closes, program.voted = bool(plan.closing), plan.voted
         program.arriving = plan.arriving
-        verify(program, plan, tail=tail)
+        verify(program, early, tail=tail)
+        if plan.invariants.held:
+            _prove_once(program, plan, fake_mode)
+    return program
+
+
+def _draft(name: str, plan: Plan, fake_mode: object, journal: Journal, passes: list[Pass]) -> Draft:
+    start = partial(Draft.copy_of, name, plan.step, fake_mode)
+    return run_passes(passes, journal, start, plan, proof=check_graphs)
+
+
+def _prove_once(program: Program, plan: Plan, fake_mode: object) -> None:
+    """Beside the program without anything held, and those that hold it; none of which is compiled for that."""
+    aside, early = Journal(), bool(plan.invariants.deferred and not plan.closing)
+    plain = replace(plan, invariants=NOTHING)
+    meant = _draft(program.name, plain, fake_mode, aside, MICRO_STEP).finish()
+    prologue = build_for_window("prologue", plan, fake_mode, aside, PROLOGUE)
+    fold = build_for_window("fold", plan, fake_mode, aside, FOLD) if early else None
+    prove_once(program, meant, prologue, fold, plan)
+
+
+def build_for_window(
+    name: str, plan: Plan, fake_mode: object, journal: Journal, passes: list[Pass]
+) -> Program:
+    """A prologue or a fold, verified."""
+    with gc_off():
+        program = _draft(name, plan, fake_mode, journal, passes).finish()
+        verify_once(program, plan)
     return program
 
 

@@ -113,7 +113,12 @@ def _check_sums(program: Program, plan: Plan, held: dict[Slot, Node], *, tail: b
             continue
         found.add(slot.key)
         before, after = terms.make("input", i), machine.memory[inputs[i].root]
-        if (part_of[slot.key] if slot.kind is Kind.ACCUMULATOR else slot.key) in plan.closing:
+        if slot.kind is Kind.ACCUMULATOR and slot.key not in part_of:
+            right, wanted = (
+                after is before,
+                "what it was: its window's end empties it",
+            )  # an early sum
+        elif (part_of[slot.key] if slot.kind is Kind.ACCUMULATOR else slot.key) in plan.closing:
             right, wanted = after is terms.make("filled", (float, 0.0)), "zero"
         elif tail:
             right, wanted = after is before, "what it was"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +15,7 @@ from gradsync_fx.ir.regions import Regions
 from gradsync_fx.optim.opaque import Opaque
 from gradsync_fx.optim.shares import Portion
 from gradsync_fx.optim.update import Update
+from gradsync_fx.planning.kept import NOTHING, Invariants
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,7 @@ class Plan:
     arriving: parameters that may be on their way when a call begins, by bucket, in the order of the forward.
     pieces: by leaf number, where updates are shared out among the ranks: what each of them updates.
     rank: this one's number in the group, where that matters.
+    invariants: what windows compute once, and this program reads; nothing by default.
     """
 
     step: Step
@@ -99,7 +101,7 @@ class Plan:
     part_of_leaf: dict[int, int]
     part_of_update: dict[Node, int]
     closing: frozenset[int]
-    accumulators: dict[str, torch.Tensor]
+    accumulators: Mapping[str, torch.Tensor]
     weights: dict[int, torch.Tensor]
     weighing: Weighing | None
     group: str | None
@@ -115,6 +117,7 @@ class Plan:
     arriving: tuple[tuple[str, ...], ...] = ()
     pieces: dict[int, Portion] = field(default_factory=dict)
     rank: int = 0
+    invariants: Invariants = NOTHING
 
     @property
     def parts(self) -> tuple[int, ...]:

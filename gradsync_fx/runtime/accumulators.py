@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -36,6 +37,16 @@ class _Added:
     closed: frozenset[int] = frozenset()
 
 
+class EarlySums(Protocol):
+    """Sums that are taken ahead of linear work, of one captured step (prologue.py)."""
+
+    def fold(self) -> None:
+        """Their terms go into the accumulators."""
+
+    def drop(self, parts: Collection[int]) -> None:
+        """Their terms of these parts are done with, or go; parameters are others from here on."""
+
+
 class Accumulators:
     """One tensor for each parameter that ever received a gradient, in float32 or wider unless asked otherwise.
 
@@ -54,6 +65,13 @@ class Accumulators:
         self._part_of: dict[str, int] = {}
         self._trainable: dict[str, bool] = {}
         self._given: Counter[str] = Counter()
+        self.early: list[EarlySums] = []
+
+    def fold(self, but: EarlySums | None = None) -> None:
+        """Brings in the terms of this window that wait in early sums. but: of a step whose next program does that."""
+        for sums in self.early:
+            if sums is not but:
+                sums.fold()
 
     def make_room(self, facts: CapturedFacts, options: Options) -> None:
         """An accumulator for every leaf of a new capture; saved sums that waited for it come in."""
@@ -122,6 +140,8 @@ class Accumulators:
         """
         for total in self.sums.values():
             total.zero_()
+        for sums in self.early:
+            sums.drop(self.weights)
         self.restored = dict(saved)
         self._trainable.clear()
         for name, parameter in known.items():
@@ -218,6 +238,8 @@ class Accumulators:
             added.closed = added.closed.union(parts)
         self._unread = [added for added in self._unread if added.names]
         self._read.update(dict.fromkeys(parts, 0.0))
+        for sums in self.early:
+            sums.drop(parts)
         if not self._in_window:
             self._trainable.clear()
 

@@ -74,6 +74,7 @@ class Catalogue:
             warn_user(f'micro_batch_weight has no effect with reduction="{options.reduction}"')
         divide(facts, self.meet_to_save)
         sums.make_room(facts, options)
+        sums.early.append(captured.runner.held)
         self.captures.append(captured)
         self._by_structure[key] = captured
         return captured, True

@@ -36,7 +36,7 @@ from gradsync_fx.ir.program import Kind
 from gradsync_fx.lowering.lower import as_it_is
 from gradsync_fx.options import Options
 from gradsync_fx.planning.setting import Setting
-from gradsync_fx.runtime.accumulators import Accumulators
+from gradsync_fx.runtime.accumulators import Accumulators, EarlySums
 from gradsync_fx.runtime.captured_facts import CapturedFacts
 from gradsync_fx.runtime.consistency import Integrity
 from gradsync_fx.runtime.divisors import Divisors, totals_of
@@ -101,6 +101,10 @@ class CapturedStep:
     @property
     def weighs(self) -> bool:
         return self.facts.weighs
+
+    @property
+    def early_sums(self) -> EarlySums:
+        return self.runner.held
 
     @property
     def reduced(self) -> frozenset[str]:
@@ -170,6 +174,7 @@ class CapturedStep:
     def _close_apart(self, ending: Ending, results: list[Any]) -> Closed:
         """The tail for all that the ranks' windows hold."""
         runs, sums = bool(results), ending.accumulators
+        sums.fold()
         held = ending.line.names(
             [f"{part} {name}" for part in ending.meeting.closing for name in sums.names([part])]
         )
@@ -217,6 +222,7 @@ class CapturedStep:
 
     def change_steps(self, options: Options) -> None:
         """Raises `ReadBeforeBoundaryError` where a longer window cannot put off what the step does."""
+        self.programs.change_steps(options.steps)
         if options.accumulates:
             check_deferrable(self.facts.capture.step, self.facts.regions)
 
@@ -234,6 +240,8 @@ class CapturedStep:
         counts: whether the update does; asked where the user decides that.
         """
         compiled = self.programs.compiled(closing)
+        if closing and not compiled.built.kept.deferred:
+            self.early_sums.fold()
         self.remember(args)
         numbers = range(compiled.program.host_values)
         return self._run(compiled, args, divisors, counts, numbers, closing)

@@ -17,6 +17,7 @@ def save(executor: Executor) -> dict[str, Any]:
     executor.integrity.check("state_dict", allowed=MEETING)
     executor.settle_all()
     held = executor.accumulators
+    held.fold()
     executor.saved = executor.window
     saved = Saved(
         executor.window,

@@ -14,6 +14,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from gradsync_fx.comm.arrivals import ARRIVALS
 from gradsync_fx.comm.collectives import Agreement
 from gradsync_fx.comm.drift import Drift
@@ -253,6 +255,7 @@ class Executor:
         """Ends the window of the closing parts together with all ranks. args: of the call; None without data."""
         runs = args is not None
         self.settle()
+        self.accumulators.fold(but=step.early_sums if runs else None)
         after = self.window if kind == FLUSH else self.window.called(summed=runs)
         meeting = self.meet(step, kind, closing, after, runs=runs)
         if runs:
@@ -311,6 +314,13 @@ class Executor:
             first, *_ = self._refusals
             self._refusals = []
             raise first
+
+    def summed_in_place(self) -> dict[str, torch.Tensor]:
+        """The running sums, to be looked at from here on: terms go into them with every call."""
+        self.accumulators.fold()
+        for step in self.catalogue.captures:
+            step.programs.sum_in_accumulators()
+        return self.accumulators.sums
 
     def settle_all(self) -> None:
         """As `settle`; and waits until parameters are in place."""

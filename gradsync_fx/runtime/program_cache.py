@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -30,8 +30,11 @@ from gradsync_fx.optim.binding import Binding, left_as_they_are
 from gradsync_fx.optim.opaque import Opaque
 from gradsync_fx.optim.shares import refuse_divided, refuse_opaque, shares_of
 from gradsync_fx.optim.update import Update
-from gradsync_fx.passes import build
+from gradsync_fx.passes import FOLD, PROLOGUE, build, build_for_window
+from gradsync_fx.passes.base import Pass
 from gradsync_fx.passes.update import update_key
+from gradsync_fx.planning.invariants import find_invariants, with_early_sums
+from gradsync_fx.planning.kept import NOTHING, Invariants
 from gradsync_fx.planning.plan import Plan
 from gradsync_fx.runtime.captured_facts import CapturedFacts
 from gradsync_fx.runtime.sharing import pieces_of
@@ -39,16 +42,25 @@ from gradsync_fx.runtime.window import NONE
 
 
 log = logging.getLogger(__name__)
+_UNKNOWN = (
+    2  # micro-steps of a window whose length only the step knows: the fewest that are several
+)
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltProgram:
     """A program before lowering. updates, opaque: those that close in it, by `update_key`: what was traced for it, and
-    what runs as it is."""
+    what runs as it is. kept: what it reads of what a window computes once."""
 
     program: Program
     updates: Mapping[str, Update]
     opaque: Mapping[str, Opaque]
+    kept: Invariants = NOTHING
+
+    @property
+    def reads_held(self) -> bool:
+        """Whether it reads what the prologue computes, or adds to what the fold hands on."""
+        return bool(self.kept.held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +114,8 @@ class ProgramCache:
         )
         self.bindings = _bind(facts)
         self._divides = False
+        self._kept: Invariants | None = None
+        self._steps, self._sums_early = facts.options.steps, True
         self.journal = Journal()
         self.by_name: dict[str, Program] = {}
         self.compile_seconds: dict[str, float] = {}
@@ -117,29 +131,77 @@ class ProgramCache:
         self, closing: frozenset[int], *, tail: bool = False, by_name: bool = False
     ) -> CompiledProgram:
         """The program for the optimizers as they are now, compiled. by_name: with the buckets in the order of names."""
-        capture, options = self._facts.capture, self._facts.options
         key, traced = self._select(closing, tail, by_name)
         if key not in self._compiled:
-            start = time.perf_counter()
             try:
-                with compile_lock, compiling(options.rank_timeout):
-                    built = self._build(key, traced)
-                    mode, journal = capture.fake_mode, self.journal
-                    one = partial(
-                        lower, fake_mode=mode, options=options, journal=journal, known=self._updates
-                    )
-                    tensors = {**capture.buffers, **capture.parameters}
-                    lowered = in_stages(built.program, one, tensors, journal)
+                found = self._compile(key, lambda: self._build(key, traced))
             except Exception as failure:
                 if left_as_they_are(self.bindings.values(), failure):
                     return self.compiled(closing, tail=tail, by_name=by_name)
                 raise
+            if found.built.kept.held:
+                self.prologue()
+            if found.built.kept.deferred:
+                self.fold()
+        return self._compiled[key]
+
+    def _compile(self, key: tuple[Any, ...], build: Callable[[], BuiltProgram]) -> CompiledProgram:
+        if key not in self._compiled:
+            capture, options = self._facts.capture, self._facts.options
+            start, journal = time.perf_counter(), self.journal
+            with compile_lock, compiling(options.rank_timeout):
+                built = build()
+                mode = capture.fake_mode
+                one = partial(
+                    lower, fake_mode=mode, options=options, journal=journal, known=self._updates
+                )
+                tensors = {**capture.buffers, **capture.parameters}
+                lowered = in_stages(built.program, one, tensors, journal)
             name = built.program.name
             self.compile_seconds[name] = seconds = time.perf_counter() - start
             log.info("compiled the %s program in %.2f s", name, seconds)
             waits = bool(built.program.arriving) and is_rewritten(built.program, options)
             self._compiled[key] = CompiledProgram(built, lowered, waits)
         return self._compiled[key]
+
+    @property
+    def kept(self) -> Invariants:
+        """What its windows compute once, as long as they are now."""
+        if self._kept is None:
+            allowed = "invariants" not in self._facts.options.without
+            k = min(n or _UNKNOWN for n in self._steps)
+            found = find_invariants(self.plan, k) if allowed else NOTHING
+            self._kept = with_early_sums(found, lambda _: self._sums_early)
+        return self._kept
+
+    def change_steps(self, steps: tuple[int, ...]) -> None:
+        """Windows are of these lengths from here on."""
+        self._steps, self._kept = steps, None
+
+    def sum_in_accumulators(self) -> None:
+        """From here on every term goes into its parameter's own sum: somebody looks at these."""
+        self._sums_early, self._kept = False, None
+
+    def prologue(self) -> CompiledProgram:
+        """Computes the values that are held."""
+        return self._for_window("prologue", PROLOGUE)
+
+    def fold(self) -> CompiledProgram:
+        """Hands the early sums on to the accumulators."""
+        return self._for_window("fold", FOLD)
+
+    def _for_window(self, name: str, passes: list[Pass]) -> CompiledProgram:
+        key = (name, self.kept.key())
+        return self._compile(key, lambda: self._build_for_window(key, passes))
+
+    def _build_for_window(self, key: tuple[Any, ...], passes: list[Pass]) -> BuiltProgram:
+        if key not in self._built:
+            name, *_ = key
+            plan = replace(self.plan, invariants=self.kept)
+            mode = self._facts.capture.fake_mode
+            program = build_for_window(name, plan, mode, self.journal, passes)
+            self._keep(key, BuiltProgram(program, {}, {}))
+        return self._built[key]
 
     def masked(self, closing: frozenset[int]) -> CompiledProgram | None:
         """The boundary program where it masks an empty window, compiled; None for an update that makes state."""
@@ -167,7 +229,8 @@ class ProgramCache:
         traced = {n: b.trace() for n, b in self.bindings.items() if b.part in closing}
         if self._facts.shares:
             refuse_opaque(traced.values())
-        return (closing, tail, by_name, *map(id, traced.values())), traced
+        held = () if tail else self.kept.key()
+        return (closing, tail, by_name, held, *map(id, traced.values())), traced
 
     def _build(self, key: tuple[Any, ...], traced: dict[str, Update | Opaque]) -> BuiltProgram:
         closing, tail, by_name, *_ = key
@@ -184,16 +247,31 @@ class ProgramCache:
                 voted=bool(closing) and self._facts.options.commit is not None,
                 masked=bool(closing) and not tail and not opaque and self._facts.masks,
                 pieces=pieces_of(self._facts, [self.bindings[n] for n in updates]),
+                invariants=self._read_by(closing, tail),
             )
             name = self._name(closing, tail)
             program = build(name, plan, self._facts.capture.fake_mode, self.journal, tail=tail)
-            self._built[key] = BuiltProgram(program, updates, opaque)
-            self.by_name[name] = program
-            module = program.module
-            if log.isEnabledFor(logging.DEBUG):
-                log.debug("%s program, %d nodes:\n%s", name, len(module.graph.nodes), module.code)
-            artifact(self._facts.capture.name, name, lambda: module.code)
+            self._keep(key, BuiltProgram(program, updates, opaque, plan.invariants))
         return self._built[key]
+
+    def _read_by(self, closing: frozenset[int], tail: bool) -> Invariants:
+        """What a program reads of what is held. One that closes does the linear work on its parts' sums, too, unless
+        this call's terms are weighed: those that wait in early sums are, already."""
+        if tail:
+            return NOTHING
+        if not closing:
+            return self.kept
+        weighed, part_of = self._facts.weighs, self.plan.part_of_leaf
+        return with_early_sums(
+            self.kept, lambda d: not weighed and part_of[next(iter(d.others))] in closing
+        )
+
+    def _keep(self, key: tuple[Any, ...], built: BuiltProgram) -> None:
+        name, module = built.program.name, built.program.module
+        self._built[key], self.by_name[name] = built, built.program
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("%s program, %d nodes:\n%s", name, len(module.graph.nodes), module.code)
+        artifact(self._facts.capture.name, name, lambda: module.code)
 
     def _name(self, closing: frozenset[int], tail: bool) -> str:
         if not closing:

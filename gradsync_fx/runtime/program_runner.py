@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, cast
 
@@ -21,6 +21,7 @@ from gradsync_fx.runtime.captured_facts import CapturedFacts
 from gradsync_fx.runtime.consistency import Integrity
 from gradsync_fx.runtime.divisors import Divisors
 from gradsync_fx.runtime.program_cache import CompiledProgram, ProgramCache
+from gradsync_fx.runtime.prologue import HeldForWindow
 from gradsync_fx.runtime.settling import watch_reads
 
 
@@ -34,6 +35,7 @@ class ProgramRunner:
 
     def __init__(self, facts: CapturedFacts, programs: ProgramCache, integrity: Integrity) -> None:
         self._facts, self._programs, self._integrity = facts, programs, integrity
+        self.held = HeldForWindow(facts, programs, self.run_alone)
         self.measured: dict[str, tuple[int, float]] = {}
         self.masked: tuple[torch.Tensor, Callable[[], None]] | None = None
         self._warned: set[str] = set()
@@ -63,6 +65,8 @@ class ProgramRunner:
         program, updates, opaque = compiled.program, compiled.built.updates, compiled.built.opaque
         if not compiled.waits_for_parameters:
             ARRIVALS.settle()
+        if compiled.built.kept.held:
+            self.held.ready(args, sums=bool(compiled.built.kept.deferred))
         held = self._held(compiled, divisors)
         start = time.perf_counter()
         inputs = self._inputs(program, args, held)
@@ -90,6 +94,13 @@ class ProgramRunner:
         self._commit(compiled, results, updated=updated)
         watch_reads(self._facts.capture.holders)
         return results
+
+    def run_alone(self, compiled: CompiledProgram, args: Sequence[Any]) -> None:
+        """A program of a window without a micro-step or an update: it writes what is held, or the sums."""
+        inputs = self._inputs(compiled.program, args, {})
+        label = f"gradsync_fx {self._facts.capture.name}: {compiled.program.name}"
+        with torch.no_grad(), record_function(label):
+            compiled.run(inputs)
 
     @staticmethod
     def _run(
@@ -128,10 +139,12 @@ class ProgramRunner:
                 held[Kind.SCALAR, (key, i)] = scalar
         return held
 
-    def _inputs(self, program: Program, args: list[Any], held: HeldTensors) -> list[Any]:
+    def _inputs(self, program: Program, args: Sequence[Any], held: HeldTensors) -> list[Any]:
+        accumulators, early = self._programs.plan.accumulators, self.held.sums
         owned: dict[Kind, Any] = {
-            Kind.ACCUMULATOR: self._programs.plan.accumulators,
+            Kind.ACCUMULATOR: {**accumulators, **early} if early else accumulators,
             Kind.WEIGHT: self._programs.plan.weights,
+            Kind.INVARIANT: self.held.values,
         }
         return [
             owned[slot.kind][slot.key]

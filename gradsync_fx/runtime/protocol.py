@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from gradsync_fx.comm.collectives import OwnCollectives
 from gradsync_fx.options import Options
 from gradsync_fx.planning.setting import Objects, Setting
-from gradsync_fx.runtime.accumulators import Accumulators
+from gradsync_fx.runtime.accumulators import Accumulators, EarlySums
 from gradsync_fx.runtime.consistency import Integrity
 from gradsync_fx.runtime.ending import Closed, Ending
 
@@ -52,6 +52,10 @@ class StepProtocol(Protocol):
     @property
     def weighs(self) -> bool:
         """Whether the weights of a window are known only when its micro-steps have run."""
+
+    @property
+    def early_sums(self) -> EarlySums | None:
+        """Where terms of the open window wait for linear work (prologue.py); None where all are in accumulators."""
 
     @property
     def settled(self) -> bool:
