@@ -49,7 +49,7 @@ def find_invariants(plan: Plan, k: int) -> Invariants:
     deferred = [
         group
         for group in analysis.deferred(rates)
-        if k * group.saved > group.once
+        if worth.pays(k * group.saved - group.once, 0.0)
         and _of_one_part(plan, group)
         and all(map(_is_dense, group.reads))
     ]
@@ -59,10 +59,10 @@ def find_invariants(plan: Plan, k: int) -> Invariants:
     saved, left = 0.0, worth.memory_left(analysis.device)
     gains = [(_gain(analysis, unit, rates, k), unit) for unit in units]
     for gain, unit in sorted(gains, key=lambda g: -g[0] / max(g[1].bytes, 1)):
-        if gain > worth.LEAST_OF_ONE * k * call and unit.bytes <= left:
+        if worth.pays(gain, k * call, worth.LEAST_OF_ONE) and unit.bytes <= left:
             chosen.append(unit)
             saved, left = saved + gain / k, left - unit.bytes
-    if saved < worth.LEAST * call:
+    if not worth.pays(saved, call, worth.LEAST):
         return Invariants(analysis.invariant, call=call)
     return _invariants(analysis, chosen, saved, call)
 

@@ -48,6 +48,11 @@ CORE = Rates(5e10, 1.8e10, 1.2e10, 2e-5)
 ACCELERATOR = Rates(1e14, 2e12, 2e12, 1e-5)
 
 
+def pays(gain: float, whole: float, least: float = 0.0) -> bool:
+    """Whether something is kept that saves `gain` seconds of a window whose calls take `whole`."""
+    return gain > least * whole
+
+
 def rates_of(device: torch.device) -> Rates:
     """What the model takes a device for."""
     return CORE if device.type == "cpu" else ACCELERATOR
