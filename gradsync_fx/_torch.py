@@ -316,6 +316,12 @@ def in_place_of_backward(function: Callable[..., Any]) -> AbstractContextManager
     return mock.patch.dict(table, {"backward": replace(table["backward"], handler=function)})
 
 
+def users_of_memory(tensor: torch.Tensor) -> int:
+    """How many tensors look at a tensor's memory, itself among them."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) - 1  # the storage at hand is one
+
+
 def has_hooks(tensor: torch.Tensor) -> bool:
     """Whether something would run when this tensor's gradient is there."""
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))

@@ -116,7 +116,7 @@ def _on_target(
 
     def made() -> Report:
         # Triton may be missing where no target is named.
-        from gradsync_fx.inspection.on_target import target_code
+        from gradsync_fx.inspection.on_target import saved_on_target, target_code
         from gradsync_fx.lowering.target.absent import absent
 
         device = torch.device("cuda", 0)
@@ -128,7 +128,8 @@ def _on_target(
             if not captures:  # it runs eagerly
                 return report
             code = target_code(captures, options, card, machine, binaries)
-            return replace(report, code=code)
+            once = report.once and saved_on_target(captures, report.once, code, card, machine)
+            return replace(report, code=code, once=once)
 
     return apart(made, f"target {card.target!r}")
 

@@ -83,6 +83,38 @@ class Sharing:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldValue:
+    """What is held for a window. what: "value", which calls read; "copy", for linear work alone; "sum", ahead of such
+    work. op: that computes it. of: names of the parameters and buffers that it is made of, or whose gradients it
+    becomes. line: of the user's code. bytes: of one rank."""
+
+    what: str
+    op: str
+    of: tuple[str, ...]
+    line: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class OncePerWindow:
+    """What a window computes once. found: values that do not change inside a window, kept or not. saved, calls: seconds
+    of a window, estimated: what is saved, of what its calls would take. launches, moved: what each accumulate call no
+    longer starts, and bytes that it no longer moves, in the code for a target; None without one."""
+
+    found: int
+    held: tuple[HeldValue, ...]
+    saved: float
+    calls: float
+    launches: int | None = None
+    moved: int | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Of one rank."""
+        return sum(value.bytes for value in self.held)
+
+
+@dataclass(frozen=True, slots=True)
 class Kept:
     """A collective of the user's that stays where it is, and why."""
 
@@ -158,8 +190,9 @@ class Memory:
 class ReportData:
     """What a step does and what the rewrite changed. See the module's text for the units.
 
-    levels: of the mesh, the slow one first; none without a mesh. sharing: None where no update is shared out. moved:
-    calls of the step that run after the program, or that were dropped. memory: None for a step that runs as it is.
+    levels: of the mesh, the slow one first; none without a mesh. sharing: None where no update is shared out. once:
+    what a window computes once; None for a step that runs as it is. moved: calls of the step that run after the
+    program, or that were dropped. memory: None for a step that runs as it is.
     code: made for a target; None without.
     """
 
@@ -175,6 +208,7 @@ class ReportData:
     collectives: tuple[Collective, ...]
     levels: tuple[Level, ...]
     sharing: Sharing | None
+    once: OncePerWindow | None
     kept: tuple[Kept, ...]
     refusals: tuple[str, ...]
     moved: tuple[str, ...]

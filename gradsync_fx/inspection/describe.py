@@ -20,6 +20,7 @@ from gradsync_fx.inspection.data import (
 from gradsync_fx.inspection.flops import load_of
 from gradsync_fx.inspection.held import memory_of
 from gradsync_fx.inspection.levels import levels_of
+from gradsync_fx.inspection.once import graph_of_prologue, once_of
 from gradsync_fx.inspection.remarks import remarks
 from gradsync_fx.inspection.report import Report
 from gradsync_fx.inspection.shares import sharing_of
@@ -39,7 +40,7 @@ from gradsync_fx.runtime.window import NONE
 from gradsync_fx.user_lines import NOWHERE, TORCHS
 
 
-ROLES = ("forward", "backward", "gradient sync", "clipping", "optimizer", "other")
+ROLES = ("prologue", "forward", "backward", "gradient sync", "clipping", "optimizer", "other")
 CLIPPING = f"{TORCHS}nn/utils/clip_grad.py"
 
 
@@ -68,7 +69,8 @@ def describe(
         programs["accumulate"] = next(
             (c for c in captures if not c.updates), captured
         ).programs.build(NONE)
-    graph = _graph(captured, programs)
+    prologue, computed_by = graph_of_prologue(captured)
+    graph = (*prologue, *_graph(captured, programs, computed_by))
     collectives = _collectives(captured, programs)
     k = max(options.steps) or 1
     size, count = sum(c.bytes for c in collectives), len(collectives)
@@ -86,6 +88,7 @@ def describe(
         collectives=collectives,
         levels=levels_of(captured.facts.setting, times * size),
         sharing=sharing_of(captured, programs["boundary"]),
+        once=once_of(captured, k),
         kept=_kept(captured),
         refusals=_refusals(captured),
         moved=tuple(dict.fromkeys(m for c in captures for m in c.facts.capture.moved)),
@@ -133,8 +136,13 @@ def region_of(captured: CapturedStep, node: Node, origin: Node | None) -> str:
     return "backward" if origin.meta.get("autograd_backward") else "forward"
 
 
-def _graph(captured: CapturedStep, programs: dict[str, Program]) -> tuple[GraphNode, ...]:
-    """The boundary program, node by node; inputs that hold optimizer state or scalars are left out."""
+def _graph(
+    captured: CapturedStep, programs: dict[str, Program], computed_by: dict[int, str]
+) -> tuple[GraphNode, ...]:
+    """The boundary program, node by node; inputs that hold optimizer state or scalars are left out.
+
+    computed_by: for each value that is held for a window the node of the prologue that computes it.
+    """
     boundary = programs["boundary"]
     originals = {n.name: n for n in captured.facts.capture.step.module.graph.nodes}
     shared = (
@@ -166,7 +174,9 @@ def _graph(captured: CapturedStep, programs: dict[str, Program]) -> tuple[GraphN
                 region="input" if slot else region_of(captured, node, origin),
                 module=modules.get(origin, "") if origin is not None else "",
                 line=_line(origin) if origin is not None and not slot else "",
-                inputs=tuple(s.name for s in node.all_input_nodes if s.name in names),
+                inputs=(computed_by[slot.key],)
+                if slot is not None and slot.kind is Kind.INVARIANT
+                else tuple(s.name for s in node.all_input_nodes if s.name in names),
                 shape=sizes(tensor.shape) if tensor is not None else (),
                 dtype=dtype_name(tensor.dtype) if tensor is not None else "",
                 bytes=size_in_bytes(tensor) if tensor is not None else 0,
@@ -211,6 +221,8 @@ def _regions(graph: Sequence[GraphNode]) -> tuple[Region, ...]:
     found = []
     for role in ROLES:
         nodes = [n for n in graph if n.region == role]
+        if role == "prologue" and not nodes:
+            continue
         lines = tuple(dict.fromkeys(n.line for n in nodes if n.line))
         found.append(Region(role, len(nodes), lines))
     return tuple(found)

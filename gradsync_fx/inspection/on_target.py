@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gradsync_fx.inspection.costs import Hardware
+from gradsync_fx.inspection.data import OncePerWindow
 from gradsync_fx.inspection.describe import region_of
 from gradsync_fx.ir.flops import flops_of
 from gradsync_fx.ir.program import Program
@@ -28,7 +29,10 @@ def target_code(
     hardware: Hardware,
     binaries: Sequence[Binary],
 ) -> TargetCode:
-    """Of the latest capture that reaches an update: accumulate, boundary and tail. binaries: of `absent`."""
+    """Of the latest capture that reaches an update: accumulate, boundary and tail, and what runs once per window.
+
+    binaries: of `absent`.
+    """
     closing = [c for c in captures if c.updates][-1]
     adding = next((c for c in captures if not c.updates), closing)
     every = frozenset(range(len(options.steps)))
@@ -39,7 +43,25 @@ def target_code(
     for name, captured, parts, tail in wanted:
         program = captured.programs.build(parts, tail=tail)
         found.append(_code(name, captured, program, card, hardware, binaries))
+    for name, program in adding.programs.build_held().items():
+        found.append(_code(name, adding, program, card, hardware, binaries))
     return TargetCode(card.target, card.name, tuple(found))
+
+
+def saved_on_target(
+    captures: Sequence[CapturedStep],
+    once: OncePerWindow,
+    code: TargetCode,
+    card: Card,
+    hardware: Hardware,
+) -> OncePerWindow:
+    """With the launches and bytes that an accumulate call is spared: beside the one in which nothing is held."""
+    if not once.held:
+        return once
+    adding = next((c for c in captures if not c.updates), [c for c in captures if c.updates][-1])
+    plain = _code("accumulate", adding, adding.programs.build_plain(), card, hardware, ())
+    now = next(p for p in code.programs if p.name == "accumulate")
+    return replace(once, launches=plain.launches - now.launches, moved=plain.bytes - now.bytes)
 
 
 def _code(

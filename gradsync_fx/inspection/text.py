@@ -40,6 +40,7 @@ def to_tables(report: ReportData) -> RenderableType:
         _before_after(report),
         _levels(report),
         _sharing(report),
+        _once(report),
         _collectives(report),
         _regions(report),
         _programs(report),
@@ -106,6 +107,27 @@ def _sharing(report: ReportData) -> RenderableType:
     if found.other_bytes:
         sent += f", norms and whole gradients {binary(found.other_bytes)}"
     return Group(_spaced(table), Text("; ".join(parts)), Text(f"sent by a rank per window: {sent}"))
+
+
+def _once(report: ReportData) -> RenderableType:
+    """What a window computes once."""
+    found = report.once
+    if found is None or not found.held:
+        return Text("", end="")
+    table = _table("once per window", "bytes", "of", "line", text="of")
+    shown = found.held if len(found.held) <= MANY else found.held[:FEW]
+    for value in shown:
+        first, *others = value.of or ("constants",)
+        of = f"{first} and {len(others)} more" if others else first
+        table.add_row(f"{value.what}: {value.op}", f"{value.bytes:,}", of, value.line)
+    if len(found.held) > len(shown):
+        table.add_row(f"{len(found.held) - len(shown)} more", "", "", "")
+    part = f"{found.saved / found.calls:.0%} of its calls' time" if found.calls else "nothing"
+    told = f"held: {binary(found.bytes)}; saved in a window, estimated: {part}"
+    if found.launches is not None and found.moved is not None:
+        each = f"{number_of(found.launches, 'launch')} and {binary(found.moved)} moved"
+        told += f"; in each accumulate call on the target: {each} less"
+    return Group(_spaced(table), Text(told))
 
 
 def _collectives(report: ReportData) -> RenderableType:

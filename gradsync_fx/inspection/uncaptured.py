@@ -36,6 +36,7 @@ def describe_eager(
         collectives=collectives,
         levels=levels_of(eager.setting, size),
         sharing=None,
+        once=None,
         kept=(),
         refusals=(f"not captured: {eager.why.culprit}: {eager.why.seen}",),
         moved=(),

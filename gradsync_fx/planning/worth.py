@@ -35,8 +35,8 @@ _OF_FREE_MEMORY = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """flops, bandwidth: per second, FLOPs and bytes. sum_bandwidth: of a sum over words, by which writes are seen.
-    launch: seconds to start one such sum."""
+    """flops, bandwidth: per second, FLOPs and bytes. sum_bandwidth: of sums over words, by which writes are seen on the
+    CPU alone. launch: seconds to look at one tensor for that."""
 
     flops: float
     bandwidth: float
@@ -45,7 +45,7 @@ class Rates:
 
 
 CORE = Rates(5e10, 1.8e10, 1.2e10, 2e-5)
-ACCELERATOR = Rates(1e14, 2e12, 2e12, 1e-5)
+ACCELERATOR = Rates(1e14, 2e12, math.inf, 1e-6)
 
 
 def pays(gain: float, whole: float, least: float = 0.0) -> bool:

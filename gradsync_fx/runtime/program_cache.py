@@ -221,6 +221,20 @@ class ProgramCache:
         """The program before lowering."""
         return self._build(*self._select(closing, tail, False)).program
 
+    def build_plain(self) -> Program:
+        """The accumulate program that would run if nothing were held, before lowering."""
+        mode = self._facts.capture.fake_mode
+        return build("accumulate", self.plan, mode, Journal(), tail=False)
+
+    def build_held(self) -> dict[str, Program]:
+        """The prologue and the fold before lowering, where there are any, by name."""
+        wanted = [("prologue", PROLOGUE, self.kept.held), ("fold", FOLD, self.kept.deferred)]
+        return {
+            name: self._build_for_window((name, self.kept.key()), passes).program
+            for name, passes, needed in wanted
+            if needed
+        }
+
     def _select(
         self, closing: frozenset[int], tail: bool, by_name: bool
     ) -> tuple[tuple[Any, ...], dict[str, Update | Opaque]]:

@@ -2,7 +2,8 @@
 
 A write through `.data`, a NumPy view or a pointer changes no version. So on the CPU each tensor is read: sums over the
 words of its rows, and over its columns, tell any change of a value and of its place. On other devices reading would
-make the host wait; there versions and addresses tell what torch itself has seen.
+make the host wait. There a tensor counts as written when its version or its address changed, when its `.data` was
+asked for, and as long as another tensor looks at its memory (data_reads.py).
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+
+from gradsync_fx.runtime.data_reads import DATA_READS, unread
 
 
 _ROW = 1024  # words
@@ -21,6 +24,9 @@ class Snapshot:
     """What tensors held when it was taken."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        away = [t for t in tensors if t.device.type != "cpu"]
+        if away:
+            DATA_READS.watch(self, away)
         self._marks = [_mark(t) for t in tensors]
 
     def matches(self, tensors: Sequence[torch.Tensor]) -> bool:
@@ -30,7 +36,7 @@ class Snapshot:
 
 def _mark(tensor: torch.Tensor) -> tuple[object, ...]:
     if tensor.device.type != "cpu":
-        return tensor.data_ptr(), tensor._version
+        return unread(tensor)
     with torch.no_grad():
         return tuple(_sums(tensor.detach()))
 

@@ -35,6 +35,7 @@ function drawPrograms(report) {
       : "Nothing has been run: there are no measured times."),
     ...report.memory ? memoryTable(report.memory) : [],
     ...report.sharing ? sharingTable(report.sharing) : [],
+    ...report.once && report.once.held.length ? onceTable(report.once) : [],
     ...report.programs.map((p) => lazy(["Code of ", el("code", {}, p.name), el("span", { class: "muted" }, ` ${plural(p.code.split("\n").length, "line")}`)],
       () => el("pre", { tabindex: "0" }, el("code", {}, p.code.trim())))),
     ...report.regions.length ? [lazy("Regions and their lines", () => regionTable(report))] : [],
@@ -62,6 +63,17 @@ function sharingTable(sharing) {
     lazy(`${plural(sharing.cut.length, "parameter")} with a piece on each rank, ${owners.length} with an owner`, () => table("Owners",
       [{ title: "Parameter" }, { title: "Owner" }], [...sharing.cut.map((name) => [el("code", {}, name), "a piece on each rank"]),
         ...owners.map(([name, rank]) => [el("code", {}, name), `rank ${rank}`])]))];
+}
+
+// What a window computes once: values, copies and sums, and what that saves.
+function onceTable(once) {
+  const size = once.held.reduce((sum, h) => sum + h.bytes, 0);
+  const saved = once.calls ? `${Math.round(100 * once.saved / once.calls)} % of its calls' time` : "nothing";
+  const onTarget = once.launches === null ? "" : ` On the target each accumulate call starts ${plural(once.launches, "kernel")} and moves ${bytes(once.moved)} less.`;
+  return [
+    table("Once per window", [{ title: "Held" }, { title: "Bytes", number: true }, { title: "Of" }, { title: "Line" }],
+      once.held.map((h) => [`${h.what}: ${h.op}`, bytes(h.bytes), h.of.join(", ") || "constants", el("code", {}, h.line)]), { id: "once-table" }),
+    el("p", { class: "muted" }, `${bytes(size)} held on one rank; ${saved} saved in a window, estimated.${onTarget}`)];
 }
 
 function passesTold(report) {

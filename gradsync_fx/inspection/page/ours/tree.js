@@ -1,6 +1,6 @@
 // The graph as boxes in boxes: region, modules, nodes. Links run between the children of one box.
 
-const REGIONS = ["input", "forward", "backward", "gradient sync", "clipping", "other", "optimizer"];
+const REGIONS = ["input", "prologue", "forward", "backward", "gradient sync", "clipping", "other", "optimizer"];
 const LOOSE_MOST = 6; // nodes beside groups, before they get a group of their own
 const CHILDREN_MOST = 120; // nodes in one box; more are cut into runs
 const START_BOXES = 36; // boxes that the first view shows, about; on a phone
