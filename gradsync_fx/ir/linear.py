@@ -17,6 +17,7 @@ import torch
 from torch.fx import Graph, Node
 
 from gradsync_fx._torch import OpOverload
+from gradsync_fx.ir.dataflow import downstream
 from gradsync_fx.ir.ops import argument
 
 
@@ -100,12 +101,18 @@ def _repeats(node: Node) -> bool:
 class LinearIn:
     """Asks a graph which nodes are linear in their inputs that are not invariant.
 
-    invariant: nodes and placeholders that count as coefficients. partial: markers that only add to the next one of
-    their leaf.
+    steady: placeholders that nothing writes inside a window. invariant: nodes made of these, and constants; they and
+    the placeholders count as coefficients. partial: markers that only add to the next one of their leaf.
     """
 
-    def __init__(self, invariant: Collection[Node], partial: Collection[Node]) -> None:
-        self._invariant, self._partial = invariant, partial
+    def __init__(
+        self,
+        steady: Collection[Node],
+        invariant: Collection[Node],
+        partial: Collection[Node],
+    ) -> None:
+        self._invariant, self._partial = frozenset((*steady, *invariant)), partial
+        self._made_of_tensors = downstream(steady, through=invariant.__contains__)
 
     def inputs(self, node: Node) -> tuple[Node, ...]:
         """The inputs that a node is linear in, all at once; empty for any other node.
@@ -117,12 +124,9 @@ class LinearIn:
         found = self._linear(node)
         return found if found and all(_dtype(n) == _dtype(node) for n in found) else ()
 
-    def is_invariant(self, node: Node) -> bool:
-        return node in self._invariant
-
-    def has_coefficients(self, node: Node) -> bool:
-        """Whether invariant values scale what a linear node is given: work that need be done once only."""
-        return any(n in self._invariant for n in node.all_input_nodes)
+    def coefficients(self, node: Node) -> list[Node]:
+        """The values of parameters and buffers that scale what a linear node is given; constants are not among them."""
+        return [n for n in node.all_input_nodes if n in self._made_of_tensors]
 
     def _linear(self, node: Node) -> tuple[Node, ...]:
         target = node.target

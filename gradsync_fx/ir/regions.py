@@ -191,9 +191,10 @@ class _Flow:
         )
 
     def is_early(self, write: Node) -> bool:
-        """Whether what the update of a boundary write would be given is made of data."""
+        """Whether what the update of a written parameter would be given is made of data."""
         given = _given_to_update(argument(write, 1))
-        return given in self.from_data and given not in self.reads_gradient
+        trained = self.kinds[argument(write, 0)].kind is Kind.PARAMETER
+        return trained and given in self.from_data and given not in self.reads_gradient
 
     def data_read(self, values: list[Node]) -> tuple[int, ...]:
         """Positions of the user's own tensors that values depend on other than through gradients."""

@@ -144,7 +144,7 @@ class _LinearPart:
     ) -> None:
         kept = plan.invariants
         self._draft, self._ends, self._zero = draft, ends, zero
-        self._linear = LinearIn(kept.found | kept.steady, plan.regions.partial)
+        self._linear = LinearIn(kept.steady, kept.found, plan.regions.partial)
         self._made: dict[Node, Node | None] = {}
 
     def of(self, node: Node) -> Node | None:

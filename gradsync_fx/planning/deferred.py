@@ -52,7 +52,7 @@ class Paths:
                 ends[base] = ends.get(base, False) or scaled
             elif node not in seen:
                 seen.add(node)
-                further = scaled or self._linear.has_coefficients(node)
+                further = scaled or bool(self._linear.coefficients(node))
                 stack.extend((n, further) for n in self._linear.inputs(node))
 
     def _base(self, node: Node) -> Node:
@@ -78,7 +78,7 @@ class Paths:
             if unknown:
                 stack.extend(unknown)
                 continue
-            mine = bool(inputs) and self._linear.has_coefficients(top)
+            mine = bool(inputs) and bool(self._linear.coefficients(top))
             self._scaled[top] = mine or any(self._scaled[n] for n in inputs)
         return self._scaled[node]
 
@@ -131,7 +131,7 @@ def find_deferred(
         ended = [markers[leaf] for leaf, ends in others.items() if not ends]
         grown = sum(adding(bytes_of_value(n), rates) for n in sources)
         shrunk = sum(adding(bytes_of_value(n), rates) for n in ended)
-        coefficients = [n for node in work for n in node.all_input_nodes if linear.is_invariant(n)]
+        coefficients = [n for node in work for n in linear.coefficients(node)]
         reads = tuple(dict.fromkeys(map(base_of_views, coefficients)))
         sums = sum(map(bytes_of_value, sources))
         held = sum(map(bytes_of_value, reads))

@@ -93,7 +93,7 @@ class _Analysis:
         }
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.invariant = invariant_nodes(graph, self.steady)
-        self.linear = LinearIn(self.invariant | self.steady, regions.partial)
+        self.linear = LinearIn(self.steady, self.invariant, regions.partial)
         self.markers = {
             leaf: found[0] for leaf, found in regions.gradients.items() if len(found) == 1
         }

@@ -9,6 +9,7 @@ from tests.fuzz.graphs import Sketch
 from tests.fuzz.slices import play
 from tests.fuzz.strategies import sketches
 from tests.fuzz.test_fuzz import BOUNDED
+from tests.scenarios.once import all_of_it
 
 
 @pytest.mark.captured
@@ -16,3 +17,11 @@ from tests.fuzz.test_fuzz import BOUNDED
 @given(sketch=sketches())
 def test_graphs(sketch: Sketch) -> None:
     play(sketch)
+
+
+@pytest.mark.captured
+@settings(max_examples=60, **BOUNDED)
+@given(sketch=sketches())
+def test_graphs_with_all_held_that_can_be(sketch: Sketch) -> None:
+    with all_of_it():
+        play(sketch)
