@@ -17,11 +17,5 @@ from tests.scenarios.once import all_of_it
 @given(sketch=sketches())
 def test_graphs(sketch: Sketch) -> None:
     play(sketch)
-
-
-@pytest.mark.captured
-@settings(max_examples=60, **BOUNDED)
-@given(sketch=sketches())
-def test_graphs_with_all_held_that_can_be(sketch: Sketch) -> None:
-    with all_of_it():
+    with all_of_it():  # and with all held that can be
         play(sketch)
