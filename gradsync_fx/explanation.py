@@ -128,7 +128,9 @@ def _on_target(
             if not captures:  # it runs eagerly
                 return report
             code = target_code(captures, options, card, machine, binaries)
-            once = report.once and saved_on_target(captures, report.once, code, card, machine)
+            once = report.once and saved_on_target(
+                captures, report.once, code, card, machine, binaries
+            )
             return replace(report, code=code, once=once)
 
     return apart(made, f"target {card.target!r}")

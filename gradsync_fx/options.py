@@ -24,7 +24,7 @@ Broadcasts = Literal["window_start", "never", "every"]
 Unsupported = Literal["error", "eager"]
 REDUCTIONS: tuple[str, ...] = get_args(ReductionKind)
 BROADCASTS: tuple[str, ...] = get_args(Broadcasts)
-# What makes a program faster and not another one (lower.py, shareable.py, compile_lock.py).
+# What makes a program faster and not another one (lower.py, shareable.py, compile_lock.py, invariants.py).
 Optimization = Literal[
     "overlap", "in_place", "shared_memory", "products", "updates", "shared_compile", "invariants"
 ]

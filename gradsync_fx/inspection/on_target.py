@@ -54,12 +54,13 @@ def saved_on_target(
     code: TargetCode,
     card: Card,
     hardware: Hardware,
+    binaries: Sequence[Binary],
 ) -> OncePerWindow:
     """With the launches and bytes that an accumulate call is spared: beside the one in which nothing is held."""
     if not once.held:
         return once
     adding = next((c for c in captures if not c.updates), [c for c in captures if c.updates][-1])
-    plain = _code("accumulate", adding, adding.programs.build_plain(), card, hardware, ())
+    plain = _code("accumulate", adding, adding.programs.build_plain(), card, hardware, binaries)
     now = next(p for p in code.programs if p.name == "accumulate")
     return replace(once, launches=plain.launches - now.launches, moved=plain.bytes - now.bytes)
 
