@@ -17,15 +17,17 @@ from gradsync_fx.runtime.captured_step import CapturedStep
 from gradsync_fx.user_lines import NOWHERE
 
 
+_ORDER = ("value", "sum", "copy")
 _COPY = torch.ops.aten.copy_.default
 
 
 def once_of(captured: CapturedStep, k: int) -> OncePerWindow:
     """Of windows of k calls."""
     kept = captured.programs.kept
+    held = sorted(_held(captured), key=lambda h: (_ORDER.index(h.what), -h.bytes))
     return OncePerWindow(
         found=len(kept.found),
-        held=tuple(_held(captured)),
+        held=tuple(held),
         saved=k * kept.saved,
         calls=k * kept.call,
     )
