@@ -222,11 +222,12 @@ class _Readers:
             if source in self.pieces:
                 found.append(self._norm(item, source, order))
             else:
+                form = self.draft.form(item.meta["val"])
                 with self.draft.after(source):
-                    norm = _aten.linalg_vector_norm.default
-                    value = self.draft.call_known(
-                        self.draft.form(item.meta["val"]), norm, source, order
+                    norms = self.draft.call_known(
+                        [form], _aten._foreach_norm.Scalar, [source], order
                     )
+                    value = self.draft.call_known(form, operator.getitem, norms, 0)
                 item.replace_all_uses_with(value)
         return found
 

@@ -11,6 +11,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,9 +21,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrizations import weight_norm
 from torch.optim import Optimizer
 
 import gradsync_fx
+from tests.scenarios.once import all_of_it
 
 
 Row = dict[str, Any]
@@ -100,6 +103,12 @@ def large() -> nn.Module:
     )  # fmt: skip
 
 
+def normed() -> nn.Module:
+    """Weights that are computed once per window: all is held that can be."""
+    last = weight_norm(nn.Linear(24, 4))
+    return nn.Sequential(weight_norm(nn.Linear(8, 24)), nn.Tanh(), Scaled(), last)
+
+
 class Scaled(nn.Module):
     """A parameter without dimensions."""
 
@@ -111,7 +120,7 @@ class Scaled(nn.Module):
         return x * self.scale
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"small": small, "large": large}
+MODELS: dict[str, Callable[[], nn.Module]] = {"small": small, "large": large, "normed": normed}
 
 
 def optimizers_of(row: Row, model: nn.Module) -> list[Optimizer]:
@@ -360,7 +369,8 @@ def combination(rank: int, row: Row) -> dict[str, Any]:
         for known in EXPECTED:
             warnings.filterwarnings("ignore", f".*{known}")
         wanted = truth(row, world, events, copy.deepcopy(model))
-        got = ours(row, rank, events, model)
+        with all_of_it() if row["model"] == "normed" else nullcontext():
+            got = ours(row, rank, events, model)
     # A rank whose data has ended sees nothing between that and its flush.
     wanted = [*wanted[: len(got) - 1], wanted[-1]]
     off = []
