@@ -244,13 +244,13 @@ tensorify_numbers = aot_graphs._apply_tensorify_python_scalars
 total_norm = nn.utils.clip_grad._get_total_norm
 
 
-def in_order_with_collectives(started: Any) -> AbstractContextManager[Any]:
-    """Has Inductor keep calls of an op in the graph's order, among themselves and with torch's collectives."""
+def in_order_with_collectives(*ops: Any) -> AbstractContextManager[Any]:
+    """Has Inductor keep calls of these ops in the graph's order, among themselves and with torch's collectives."""
     plain: Any = vars(inductor_comms)["contains_collective"]
 
     def contains(node: Any, *args: Any) -> bool:
         kernel = getattr(node, "node", None)
-        if isinstance(kernel, FallbackKernel) and kernel.op_overload is started:
+        if isinstance(kernel, FallbackKernel) and kernel.op_overload in ops:
             return True
         return plain(node, *args)
 

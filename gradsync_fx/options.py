@@ -227,7 +227,7 @@ def _not_together(name: str, why: str) -> OptionError:
         f"arguments 'shard_optimizer' and {name!r}",
         seen=f"both are given, and {why}",
         wanted="one of the two",
-        fix="leave the other one out",
+        fix=f"leave {name} out and keep shard_optimizer, or leave shard_optimizer out and keep {name}",
     )
 
 

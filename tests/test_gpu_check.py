@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.scenarios import cards
+from tests.workers import Ranks
+
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "examples" / "benchmarks"
 CPU = torch.device("cpu")
@@ -144,19 +147,41 @@ def test_a_process_that_does_not_end(
 
 
 @pytest.mark.parametrize(
-    ("cards", "groups"),
+    ("count", "groups"),
     [
         (1, ["1 over nccl", "2 over gloo"]),
         (4, ["1 over nccl", "4 over nccl", "2 over gloo"]),
     ],
 )
 def test_what_is_started(
-    cards: int, groups: list[str], gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch
+    count: int, groups: list[str], gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each check by itself; ranks by torchrun, between cards where there are several."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     started = {name: (command, environment) for name, command, environment in gpu_check.commands()}
-    assert list(started) == [*(n for n in gpu_check.CHECKS if n != "ranks"), *groups]
-    command, environment = started[groups[-1]]
+    alone = [n for n in gpu_check.CHECKS if n not in gpu_check.OF_RANKS]
+    together = [f"{name}, {group}" for name in gpu_check.OF_RANKS for group in groups]
+    assert list(started) == [*alone, *together]
+    command, environment = started[together[-1]]
     assert "torch.distributed.run" in command
     assert environment == {gpu_check.BACKEND: "gloo"}
+
+
+@pytest.mark.gloo
+@pytest.mark.captured
+@pytest.mark.parametrize(
+    ("name", "without"),
+    [
+        ("check_shares", "shard_optimizer"),
+        ("check_votes", "commit"),
+        ("check_hidden", ""),
+    ],
+)
+def test_what_ranks_check_together(ranks: Ranks, name: str, without: str) -> None:
+    """On two ranks, with the CPU in the card's place; a run that leaves the option out is found."""
+    for lines in ranks(cards.checked, name):
+        assert lines
+        assert all(ok for ok, _ in lines), lines
+    if without:
+        for lines in ranks(cards.checked, name, without):
+            assert not all(ok for ok, _ in lines)

@@ -60,7 +60,7 @@ def test_illegal_values(name: str, value: Any) -> None:
 def test_updates_are_not_shared_out_in_eager_windows() -> None:
     with pytest.raises(OptionError, match="'shard_optimizer' and 'on_unsupported'") as caught:
         Options.of({"shard_optimizer": True, "on_unsupported": "eager"})
-    assert "leave the other one out" in caught.value.fix
+    assert "leave on_unsupported out and keep shard_optimizer" in caught.value.fix
     Options.of({"shard_optimizer": True})
     with pytest.raises(OptionError, match="shard_optimizer"):
         Options.of({"shard_optimizer": 1})

@@ -95,6 +95,15 @@ def test_a_mesh_on_some_ranks_is_refused_on_every_rank(four: Ranks) -> None:
         assert text.endswith("nothing changed")
 
 
+def test_a_mesh_beside_shared_updates_is_refused(four: Ranks) -> None:
+    """By both names, with what each of the two ways out keeps; either alone goes."""
+    for text, works in four(meshed.with_shards):
+        assert text.startswith("OptionError arguments 'shard_optimizer' and 'device_mesh'")
+        assert "leave device_mesh out and keep shard_optimizer" in text
+        assert "leave shard_optimizer out and keep device_mesh" in text
+        assert works
+
+
 @pytest.mark.parametrize("given", ["cpu", (2, 2)])
 def test_what_is_no_mesh_is_refused(given: object) -> None:
     refused(

@@ -79,8 +79,8 @@ WAYS_OUT: dict[str, str | Untried] = {
     ),
     "optim/shares.py:shares_of make a new optimizer, an": SHARDS
     + "another_group_of_ranks_takes_a_new_optimizer",
-    "options.py:_not_together leave the other one out": (
-        "tests/test_two_levels.py::test_the_numbers_of_one_level"
+    "options.py:_not_together leave  out and keep shar": (
+        "tests/test_two_levels.py::test_a_mesh_beside_shared_updates_is_refused"
     ),
     "runtime/captured_facts.py:_check_reduced_here leave that reduction out": SHARDS
     + "what_does_not_go_together_is_left_out",

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from gpu_checks import BACKEND, CHECKS, planned
+from gpu_checks import BACKEND, CHECKS, OF_RANKS, planned
 from verdicts import told
 
 
@@ -29,7 +29,7 @@ def commands() -> Iterator[tuple[str, list[str], dict[str, str]]]:
     """Name, command and further environment of each process to start."""
     for name in CHECKS:
         own = [__file__, "--only", name]
-        if name != "ranks":
+        if name not in OF_RANKS:
             yield name, [sys.executable, *own], {}
             continue
         cards = torch.cuda.device_count()
@@ -40,7 +40,7 @@ def commands() -> Iterator[tuple[str, list[str], dict[str, str]]]:
         ):
             launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
             yield (
-                f"{world} over {backend}",
+                f"{name}, {world} over {backend}",
                 [sys.executable, *launcher, str(world), *own],
                 {BACKEND: backend},
             )

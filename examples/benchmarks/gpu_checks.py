@@ -7,8 +7,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils import collect_env
 
 import gradsync_fx
+from gpu_shares import check_hidden, check_shares, check_votes, differs_from_rank_0
 from twins import WINDOW, Case, accumulated, eager, start_of
 from verdicts import Check, Line, at_most, distance, equal, near
 
@@ -265,31 +266,42 @@ def check_times() -> Iterator[Line]:
         yield Line(f"{case}, mode={mode}", None, medians)
 
 
-def check_ranks() -> Iterator[Line]:
-    """In each process that torchrun started: equal parameters bit for bit, near those of the eager loop."""
+@contextmanager
+def joined() -> Iterator[str]:
+    """In a process that torchrun started, one of several ranks; gives what they talk over."""
     backend = os.environ[BACKEND]
     torch.cuda.set_device(card())
     dist.init_process_group(backend)
     try:
+        yield backend
+    finally:
+        dist.destroy_process_group()
+
+
+def check_ranks() -> Iterator[Line]:
+    """In each process that torchrun started: equal parameters bit for bit, near those of the eager loop."""
+    with joined() as backend:
         rank, world = dist.get_rank(), dist.get_world_size()
         modes = (None, GRAPHS) if backend == "nccl" else (None,)
         for mode in modes:
             case, count = Case("gpt", clip=True, weights=True), 2 * WINDOW
             cut = {"mode": mode, "bucket_cap_mb": 1.0}
             found = accumulated(case, card(), count, rank, **cut)
-            apart = sum(_differs_from_rank_0(p) for p in found)
+            apart = sum(map(differs_from_rank_0, found))
             what = f"{case}, rank {rank} of {world} over {backend}, mode={mode}"
             yield equal(f"{what}, parameters that differ from rank 0's", apart, 0)
             off = distance(found, eager(case, card(), count, rank), start_of(case))
             yield at_most(what, off, 1e-2)
-    finally:
-        dist.destroy_process_group()
 
 
-def _differs_from_rank_0(parameter: torch.Tensor) -> bool:
-    other = parameter.clone()
-    dist.broadcast(other, 0)
-    return not torch.equal(parameter, other)
+def of_ranks(check: Callable[[torch.device, str], Iterator[Line]]) -> Check:
+    """A check that ranks make together, on a card."""
+
+    def run() -> Iterator[Line]:
+        with joined() as backend:
+            yield from check(card(), backend)
+
+    return run
 
 
 CHECKS: dict[str, Check] = {
@@ -302,4 +314,9 @@ CHECKS: dict[str, Check] = {
     "memory": check_memory,
     "times": check_times,
     "ranks": check_ranks,
+    "shares": of_ranks(check_shares),
+    "votes": of_ranks(check_votes),
+    "hidden gathers": of_ranks(check_hidden),
 }
+# Those that several ranks make together.
+OF_RANKS = ("ranks", "shares", "votes", "hidden gathers")

@@ -10,15 +10,19 @@ that runs: its only owner, which holds the tensors as well, so that no other ten
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
 
+from gradsync_fx.comm import scattered_bucket
+from gradsync_fx.comm.cuts import Cuts
 from gradsync_fx.comm.flat_buffers import allocate, contiguous_view, piece_of, stretches
 from gradsync_fx.comm.rendezvous import Line
+from gradsync_fx.comm.scattered_bucket import ScatteredBucket, SharesUnderWay
 from gradsync_fx.comm.shm_all_reduce import SharedBucket, SharedSums, find_shared
+from gradsync_fx.comm.shm_pieces import PiecesRoom, SharedParameters, SharedPieces
 from gradsync_fx.ir.ops import ALL_REDUCE_IN_PLACE, WAIT
 
 
@@ -78,8 +82,10 @@ class FlatBuckets:
     def __init__(self, buckets: Iterable[Sequence[torch.Tensor]]) -> None:
         """buckets: the running sums of each."""
         self._known = {_key(sums): FlatBucket(sums) for sums in buckets}
-        self._started: dict[_Key, FlatBucket] = {}
+        self._started: dict[_Key, FlatBucket | ScatteredBucket] = {}
         self._in_memory: SharedSums | None = None
+        self._parameters: SharedParameters | None = None
+        self._gathers: list[SharesUnderWay] = []
         self._together = False
 
     @property
@@ -87,17 +93,33 @@ class FlatBuckets:
         """Whether the ranks have found out which buckets they share in memory."""
         return self._in_memory is not None
 
-    def share(self, line: Line, buckets: Sequence[Sequence[torch.Tensor]]) -> int:
+    def in_memory(self, sums: Sequence[torch.Tensor]) -> bool:
+        """Whether every rank reaches this bucket on every other."""
+        return self._known[_key(sums)].shared is not None
+
+    def gathers_in_memory(self, names: Sequence[str]) -> bool:
+        """Whether new values of these parameters go through memory."""
+        return self._parameters is not None and self._parameters.holds(names)
+
+    def share(
+        self,
+        line: Line,
+        buckets: Sequence[Sequence[torch.Tensor]],
+        gathered: Mapping[str, torch.Tensor] | None = None,
+    ) -> int:
         """Finds which of these buckets every rank reaches on every other; all ranks ask together. How many they are.
 
-        line: with a group. buckets: the sums of each, the same ones on all ranks.
+        line: with a group. buckets: the sums of each, the same ones on all ranks. gathered: parameters whose new values
+        go through memory, too, if that is reached.
         """
         assert line.group is not None
-        mine = [self._known[_key(sums)] for sums in buckets]
-        found = find_shared(line, [bucket.flat for bucket in mine])
+        mine, room = [self._known[_key(sums)] for sums in buckets], PiecesRoom(gathered or {})
+        *found, new = find_shared(line, [*(bucket.flat for bucket in mine), room.flat])
         for bucket, shared in zip(mine, found, strict=True):
             bucket.shared = shared
         self._in_memory = SharedSums(line.group.group_name)
+        if new is not None:
+            self._parameters = SharedParameters(room, new.copies, self._in_memory)
         return sum(bucket.shared is not None for bucket in mine)
 
     @contextmanager
@@ -124,6 +146,9 @@ class FlatBuckets:
         self._started.clear()
         if self._in_memory is not None:
             self._in_memory.forget()
+        self._gathers.clear()
+        if self._parameters is not None:
+            self._parameters.forget()
 
     def wait_for_all(self) -> None:
         """Waits for whatever has been started."""
@@ -139,6 +164,55 @@ class FlatBuckets:
             self._in_memory.start(shared)
         else:
             bucket.start(op, group, wire)
+
+    def start_pieces(
+        self, sums: Sequence[torch.Tensor], group: str, wire: torch.dtype, cuts: Cuts
+    ) -> None:
+        """Likewise, of a bucket of which each rank has its pieces."""
+        bucket = self._started[_key(sums)] = ScatteredBucket(sums, cuts)
+        bucket.shared = self._pieces_in_memory(sums, wire, cuts) if self._together else None
+        if bucket.shared is not None and self._in_memory is not None:
+            self._in_memory.start(bucket.shared)
+        else:
+            bucket.start(group, wire)
+
+    def _pieces_in_memory(
+        self, sums: Sequence[torch.Tensor], wire: torch.dtype, cuts: Cuts
+    ) -> SharedPieces | None:
+        """None where the sums are not all in one bucket that is shared."""
+        wanted = {total.data_ptr() for total in sums}
+        for bucket in self._known.values():
+            if bucket.shared is None or not wanted <= {total.data_ptr() for total in bucket.sums}:
+                continue
+            assert bucket.flat is not None
+            begins = [(t.data_ptr() - bucket.flat.data_ptr()) // t.itemsize for t in sums]
+            ends = zip(begins, cuts.bounds, strict=True)
+            places = [(b + of[cuts.rank], b + of[cuts.rank + 1]) for b, of in ends]
+            return SharedPieces(bucket.shared.copies, cuts.rank, tuple(places), wire)
+        return None
+
+    def gather(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[torch.Tensor],
+        pieces: Sequence[torch.Tensor],
+        group: str,
+        cuts: Cuts,
+    ) -> None:
+        """The new values of some parameters, of which each rank has its pieces, go to all ranks."""
+        if self._together and self._parameters is not None and self.gathers_in_memory(names):
+            self._parameters.put(names, parameters, pieces, cuts)
+        else:
+            sent = scattered_bucket.gather_shares(parameters, pieces, group, cuts)
+            self._gathers.append(sent)
+
+    def end_gathers(self) -> None:
+        """From here on parameters that are gathered have their new values."""
+        for sent in self._gathers:
+            sent.wait()
+        self._gathers.clear()
+        if self._parameters is not None:
+            self._parameters.take()
 
     def wait(self, sums: Sequence[torch.Tensor]) -> None:
         """From here on these sums are reduced."""

@@ -20,11 +20,8 @@ import torch
 
 from gradsync_fx.comm.rendezvous import Line
 from gradsync_fx.comm.shared_memory import Address, MappedFiles, address
+from gradsync_fx.comm.shm_pieces import AT_A_TIME, SharedPieces
 from gradsync_fx.ir.ops import ALL_REDUCE_IN_PLACE, WAIT
-
-
-# Added up and written out by so many elements at a time: these are still in the core's own cache when they go out.
-_AT_A_TIME = 2**16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,8 +35,8 @@ class SharedBucket:
         """This rank's share, summed in rank order, so that it doesn't matter whose share an element is in."""
         count, world = self.copies[0].numel(), len(self.copies)
         begin, end = count * self.rank // world, count * (self.rank + 1) // world
-        for start in range(begin, end, _AT_A_TIME):
-            stop = min(start + _AT_A_TIME, end)
+        for start in range(begin, end, AT_A_TIME):
+            stop = min(start + AT_A_TIME, end)
             total, *others = (copy[start:stop] for copy in self.copies)
             for other in others:
                 total.add_(other)
@@ -48,33 +45,35 @@ class SharedBucket:
 
 
 class SharedSums:
-    """The shared buckets that this rank has started since the ranks last met."""
+    """The shared buckets that this rank has started since the ranks last met. meetings: how often they met so far."""
 
     def __init__(self, group: str) -> None:
         """group: the one in which the ranks meet."""
-        self._group = group
-        self._started: list[SharedBucket] = []
+        self._group, self.meetings = group, 0
+        self._started: list[SharedBucket | SharedPieces] = []
 
-    def start(self, bucket: SharedBucket) -> None:
+    def start(self, bucket: SharedBucket | SharedPieces) -> None:
         """This rank's terms are all in."""
         self._started.append(bucket)
 
-    def wait(self, bucket: SharedBucket) -> None:
+    def wait(self, bucket: SharedBucket | SharedPieces) -> None:
         """From here on a bucket that was started is reduced."""
         if bucket not in self._started:
             return  # an earlier wait did it, too
-        self._meet()
+        self.meet()
         for started in self._started:
             started.add_up_share()
-        self._meet()
+        self.meet()
         self._started.clear()
 
     def forget(self) -> None:
         """The program that started these was cut off."""
         self._started.clear()
 
-    def _meet(self) -> None:
+    def meet(self) -> None:
+        """All ranks have come this far."""
         WAIT(ALL_REDUCE_IN_PLACE(torch.zeros(1), "sum", self._group))
+        self.meetings += 1
 
 
 def find_shared(line: Line, flats: Sequence[torch.Tensor | None]) -> list[SharedBucket | None]:

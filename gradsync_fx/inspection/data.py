@@ -40,7 +40,9 @@ class Collective:
     """One all-reduce of a bucket of gradients.
 
     bytes: what one rank puts in. programs: by name, the node's position among the program's nodes. nodes: by
-    name in `graph`, the all-reduce itself and then the gradients that it reduces.
+    name in `graph`, the all-reduce itself and then the gradients that it reduces. way: "wire", or "memory" where ranks
+    of one machine add it up there; "memory or wire" until they have met and found out; "memory and wire" where some
+    parameters of it go another way. way_back: likewise of the new parameters, where updates are shared out; else empty.
     """
 
     bucket: int
@@ -52,6 +54,8 @@ class Collective:
     bytes: int
     programs: dict[str, int]
     nodes: tuple[str, ...]
+    way: str
+    way_back: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +72,10 @@ class Level:
 class Sharing:
     """Updates that are shared out among the ranks, as this rank has them.
 
-    state_bytes, whole_state_bytes: of the optimizers, here and without sharing. sums_bytes, parameters_bytes: sent in a
-    window, terms of sums to those who need them and new parameters back. other_bytes: likewise, for norms and for what
-    reads whole gradients. cut: parameters of which each rank has a piece. owners: the rank that has all of one.
+    state_bytes, whole_state_bytes: of the optimizers, here and without sharing. sums_bytes, parameters_bytes: given to
+    other ranks in a window, terms of sums to those who need them and new parameters back. other_bytes: likewise, for
+    norms and for what reads whole gradients. cut: parameters of which each rank has a piece. owners: the rank that has
+    all of one.
     """
 
     state_bytes: int

@@ -23,7 +23,7 @@ from gradsync_fx.inspection.levels import levels_of
 from gradsync_fx.inspection.once import graph_of_prologue, once_of
 from gradsync_fx.inspection.remarks import remarks
 from gradsync_fx.inspection.report import Report
-from gradsync_fx.inspection.shares import sharing_of
+from gradsync_fx.inspection.shares import sharing_of, way_back_of, way_of
 from gradsync_fx.inspection.tensors import (
     dtype_name,
     parameters,
@@ -266,6 +266,8 @@ def _collective(
         bytes=sum(leaf.parameter.numel() for leaf in leaves) * dtype.itemsize,
         programs=positions,
         nodes=tuple([node, *gradients] if node else gradients),
+        way=way_of(captured, bucket),
+        way_back=way_back_of(captured, bucket),
     )
 
 

@@ -1,4 +1,6 @@
-"""What one rank has of updates that are shared out: its part of the state, and the bytes that it sends for it."""
+"""What one rank has of updates that are shared out: its part of the state, the bytes that it sends for it, and the way
+that buckets go.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,7 @@ from gradsync_fx.optim.binding import Binding
 from gradsync_fx.optim.shares import Portion
 from gradsync_fx.optim.state import parameters_of
 from gradsync_fx.passes.scatter import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
+from gradsync_fx.planning.plan import Bucket
 from gradsync_fx.runtime.captured_step import CapturedStep
 
 
@@ -49,6 +52,45 @@ def sharing_of(captured: CapturedStep, boundary: Program) -> Sharing | None:
         cut=tuple(cut),
         owners=owners,
     )
+
+
+def way_of(captured: CapturedStep, bucket: Bucket) -> str:
+    """How a bucket's terms reach other ranks, as `Collective.way` says it."""
+    if bucket not in captured.facts.shareable:
+        return "wire"
+    if not captured.settled:
+        return "memory or wire"
+    buckets = captured.runner.buckets
+    if not buckets.in_memory(captured.runner.sums_of(bucket)):
+        return "wire"
+    done = [one.sums for one in captured.programs.journal.exchanged.values()]
+    return _way(captured, bucket, done) if captured.facts.shares else "memory"
+
+
+def way_back_of(captured: CapturedStep, bucket: Bucket) -> str:
+    """Likewise its new parameters, of `Collective.way_back`."""
+    facts = captured.facts
+    if not facts.shares:
+        return ""
+    names = _names(captured, bucket)
+    if not all(name in facts.gathered_in_memory for name in names):
+        return "wire"
+    if not captured.settled:
+        return "memory or wire"
+    if not captured.runner.buckets.gathers_in_memory(names):
+        return "wire"
+    done = [one.parameters for one in captured.programs.journal.exchanged.values()]
+    return _way(captured, bucket, done)
+
+
+def _way(captured: CapturedStep, bucket: Bucket, done: list[tuple[str, ...]]) -> str:
+    """Where ranks reach each other's memory. done: what programs exchange there, by name."""
+    named = [any(name in some for some in done) for name in _names(captured, bucket)]
+    return "memory" if all(named) else "memory and wire" if any(named) else "wire"
+
+
+def _names(captured: CapturedStep, bucket: Bucket) -> list[str]:
+    return [captured.facts.capture.step.leaves[i].name for i in bucket.leaves]
 
 
 def _pieces(binding: Binding) -> Iterator[tuple[int, Portion]]:

@@ -106,7 +106,11 @@ def _sharing(report: ReportData) -> RenderableType:
     sent = f"sums {binary(found.sums_bytes)}, new parameters {binary(found.parameters_bytes)}"
     if found.other_bytes:
         sent += f", norms and whole gradients {binary(found.other_bytes)}"
-    return Group(_spaced(table), Text("; ".join(parts)), Text(f"sent by a rank per window: {sent}"))
+    return Group(
+        _spaced(table),
+        Text("; ".join(parts)),
+        Text(f"given by a rank to the others per window: {sent}"),
+    )
 
 
 def _once(report: ReportData) -> RenderableType:
@@ -131,28 +135,37 @@ def _once(report: ReportData) -> RenderableType:
 
 
 def _collectives(report: ReportData) -> RenderableType:
-    """A row for each bucket; of many, the first three and the last, and one row for those between. JSON has all."""
-    table = _table("bucket", "bytes", "dtype", "op", "ranks", "in", "parameters", text="parameters")
+    """A row for each bucket; of many, the first three and the last, and one row for those between. JSON has all.
+
+    The way that buckets go has a column where it is not the wire for all of them, or parameters come back.
+    """
     found = report.collectives
+    told = any(c.way != "wire" or c.way_back for c in found)
+    columns = ["bucket", "bytes", "dtype", "op", "ranks", "in", *(["way"] if told else [])]
+    table = _table(*columns, "parameters", text="parameters")
     shown = len(found) if len(found) <= MANY else FEW
     for c in found[:shown]:
-        _collective(table, c)
+        _collective(table, c, told)
     if between := found[shown:-1]:
         least, most = (binary(pick(c.bytes for c in between)) for pick in (min, max))
         each = f"all {least}" if least == most else f"{least} to {most}"
         names = number_of(sum(len(c.parameters) for c in between), "parameter")
-        table.add_row("...", "", "", "", "", "", f"{len(between)} more, {each}: {names}")
-        _collective(table, found[-1])
+        empty = [""] * (len(columns) - 1)
+        table.add_row("...", *empty, f"{len(between)} more, {each}: {names}")
+        _collective(table, found[-1], told)
     return _spaced(table)
 
 
-def _collective(table: Table, c: Collective) -> None:
+def _collective(table: Table, c: Collective, told: bool) -> None:
     first, *others = c.parameters
     names = ", ".join(c.parameters)
     if len(names) > SHORT:
         names = f"{first} and {len(others)} more" if others else first
     programs = ", ".join(c.programs)
-    table.add_row(str(c.bucket), f"{c.bytes:,}", c.dtype, c.op, str(c.ranks), programs, names)
+    cells = [str(c.bucket), f"{c.bytes:,}", c.dtype, c.op, str(c.ranks), programs]
+    if told:
+        cells.append(f"{c.way}, back {c.way_back}" if c.way_back else c.way)
+    table.add_row(*cells, names)
 
 
 def binary(size: int) -> str:

@@ -77,6 +77,8 @@ def _collectives(eager: EagerStep) -> tuple[Collective, ...]:
                     bytes=_bytes(eager, bucket, dtype),
                     programs={},
                     nodes=(),
+                    way="wire",
+                    way_back="",
                 )
             )
     return tuple(found)

@@ -49,9 +49,20 @@ class Recording:
         return f"{done} but for {'; '.join(self.apart)}" if self.apart else done
 
 
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """Of updates that are shared out, what a compiled program exchanges in memory where that is reached: running sums
+    and new parameters, by name.
+    """
+
+    sums: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+
+
 @dataclass(slots=True)
 class Journal:
-    """One entry for each pass that ran, in order. recordings: of what Inductor made, by the name of the program."""
+    """One entry for each pass that ran, in order. recordings, exchanged: by the name of the program."""
 
     entries: list[Entry] = field(default_factory=list)
     recordings: dict[str, Recording] = field(default_factory=dict)
+    exchanged: dict[str, Exchanged] = field(default_factory=dict)

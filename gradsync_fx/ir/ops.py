@@ -67,6 +67,8 @@ UPDATE = torch.ops.gradsync_fx.update.default
 NOTE = torch.ops.gradsync_fx.note.default
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 ALL_REDUCE_IN_PLACE = torch.ops._c10d_functional.all_reduce_.default
+ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
+ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 ITEM = torch.ops.aten._local_scalar_dense.default
 

@@ -110,6 +110,8 @@ class Program:
     closes: bool = False  # it ends the window, or some parts of it
     # Parameters that may be on their way when it begins, by bucket; empty where all have arrived.
     arriving: tuple[tuple[str, ...], ...] = ()
+    # Ranks that share its updates out may reach each other's memory.
+    beside: bool = False
     voted: bool = False  # whether its update counts is decided when its reductions have started
     # The position of the input that it writes first, run as it is; None where it writes nothing, and where it is cut at
     # an optimizer's own step, which writes what it likes.

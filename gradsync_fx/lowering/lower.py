@@ -29,7 +29,8 @@ from gradsync_fx._torch import (
     select_decomp_table,
     tracing,
 )
-from gradsync_fx.comm.inplace_all_reduce import START_SUMS
+from gradsync_fx.comm.inplace_all_reduce import START_SUMS, WAIT_SUMS
+from gradsync_fx.comm.inplace_pieces import GATHER_PIECES, START_PIECES
 from gradsync_fx.ir.journal import Journal
 from gradsync_fx.ir.program import Program, output_values
 from gradsync_fx.lowering.compile_lock import compile_once, program_fingerprint
@@ -88,6 +89,8 @@ def lower(
     """
     if is_rewritten(program, options):
         rewritten = rewrite(program, fake_mode, journal, FOR_INDUCTOR, options.without)
+        if program.closes:
+            journal.exchanged[program.name] = rewritten.exchanged
         return _inductor(rewritten, options, journal, {} if known is None else known)
     if as_it_is(options) or options.backend == "inductor":
         if not program.voted:
@@ -216,6 +219,13 @@ def _inductor(
     return run
 
 
+def _ordered(module: GraphModule) -> list[Any]:
+    """Ops in which ranks meet. In memory a wait is a meeting, too: it comes in one order everywhere."""
+    waits = module.graph.find_nodes(op="call_function", target=WAIT_SUMS)
+    in_memory = any(n.args[0][0].meta["val"].device.type == "cpu" for n in waits)
+    return [START_SUMS, START_PIECES, GATHER_PIECES, *([WAIT_SUMS] if in_memory else [])]
+
+
 def _compiled_anew(
     module: GraphModule,
     inputs: list[Any],
@@ -259,7 +269,7 @@ def _compiled(
         tracing(TracingContext(fake_mode)),
         inductor_globals.set_fake_mode(fake_mode),
         inductor_config.patch(how.settings),
-        in_order_with_collectives(START_SUMS),
+        in_order_with_collectives(*_ordered(module)),
         loops_split_evenly(),
     ):
         module = inductor_joint_passes(module)

@@ -44,6 +44,7 @@ from gradsync_fx.passes.join_updates import join_updates
 from gradsync_fx.passes.mask import mask_boundary
 from gradsync_fx.passes.norms import norms_of_sums
 from gradsync_fx.passes.overlap import reduce_in_place, wait_late
+from gradsync_fx.passes.pieces_in_place import exchange_in_place
 from gradsync_fx.passes.pointwise_updates import cut_updates
 from gradsync_fx.passes.reduce import (
     forget_micro_step,
@@ -102,6 +103,7 @@ ALWAYS = ""
 FOR_INDUCTOR: list[tuple[str, LoweringPass]] = [
     ("overlap", wait_late),
     ("in_place", reduce_in_place),
+    ("in_place", exchange_in_place),
     ("updates", cut_updates),
     ("updates", join_updates),
     (ALWAYS, inline_bodies),
@@ -133,7 +135,7 @@ def build(name: str, plan: Plan, fake_mode: object, journal: Journal, *, tail: b
         early = plan if plan.closing else summing_early(plan)
         program = _draft(name, early, fake_mode, journal, passes).finish()
         program.closes, program.voted = bool(plan.closing), plan.voted
-        program.arriving = plan.arriving
+        program.arriving, program.beside = plan.arriving, plan.beside
         verify(program, early, tail=tail)
         if plan.invariants.held:
             _prove_once(program, plan, fake_mode)

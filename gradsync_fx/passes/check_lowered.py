@@ -33,14 +33,8 @@ from gradsync_fx.ir.program import Kind, Program, output_values
 from gradsync_fx.passes.base import check_graphs
 from gradsync_fx.passes.device_numbers import accelerator_of
 from gradsync_fx.passes.rewritten import Halves, KernelCall, Rewritten, Wait
-from gradsync_fx.passes.symbolic import (
-    Fault,
-    Machine,
-    Ref,
-    Term,
-    Terms,
-    where_they_differ,
-)
+from gradsync_fx.passes.symbolic import Fault, Machine, Ref
+from gradsync_fx.passes.terms import Term, Terms, where_they_differ
 
 
 @dataclass(frozen=True, slots=True)

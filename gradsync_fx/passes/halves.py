@@ -21,6 +21,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node, map_arg
 
 from gradsync_fx.comm.inplace_all_reduce import START_SUMS, WAIT_SUMS
+from gradsync_fx.comm.inplace_pieces import START_PIECES
 from gradsync_fx.ir import ops
 from gradsync_fx.ir.builder import Draft
 from gradsync_fx.ir.memory import (
@@ -59,7 +60,8 @@ def cut_in_halves(rewritten: Rewritten) -> None:
     comes between its parts.
     """
     program, main = rewritten.program, rewritten.main
-    reduces = any(n.target is START_SUMS or n.meta.get("bucket") for n in main.graph.nodes)
+    starts = (START_SUMS, START_PIECES)
+    reduces = any(n.target in starts or n.meta.get("bucket") for n in main.graph.nodes)
     on_device = accelerator_of(program.inputs()) is not None
     between = program.voted or program.closes and bool(program.arriving)
     if between or program.closes and reduces and not on_device:

@@ -87,23 +87,32 @@ def _bucket(
     flat = argument(started, 0)
     pieces = argument(flat, 0) if flat.target is _aten.cat.default else [flat]
     totals = [_total(piece) for piece in pieces]
-    holders = [t if t in zeroed else argument(t, 0) if t.args else t for t in totals]
-    for holder, total in zip(holders, totals, strict=True):
-        if holder not in zeroed or (total is not holder and total.target is not _aten.add.Tensor):
-            return None
-        form, value = holder.meta["val"], total.meta["val"]
-        readers = [u for u in holder.users if u is not zeroed[holder]]
-        lies_alike = form.dtype is value.dtype and form.shape == value.shape
-        if (
-            not lies_alike
-            or form.device.type not in _IN_PLACE
-            or not form.numel()
-            or len(readers) != 1
-        ):
-            return None
+    found = [running_sum(total, zeroed) for total in totals]
+    holders = [holder for holder in found if holder is not None]
+    if len(holders) < len(found):
+        return None
     (waited,) = started.users
     reduced = _read(waited, [t.meta["val"] for t in totals])
     return None if reduced is None else (holders, totals, reduced)
+
+
+def _is_sum(holder: Node, total: Node, zeroed: dict[Node, Node]) -> bool:
+    """Whether a total is what a running sum becomes here, and may lie where that lies."""
+    if total is not holder and total.target is not _aten.add.Tensor:
+        return False
+    form, value = holder.meta["val"], total.meta["val"]
+    readers = [u for u in holder.users if u is not zeroed[holder]]
+    lies_alike = form.dtype is value.dtype and form.shape == value.shape
+    in_place = form.device.type in _IN_PLACE and form.numel()
+    return bool(lies_alike and in_place and len(readers) == 1)
+
+
+def running_sum(total: Node, zeroed: dict[Node, Node]) -> Node | None:
+    """The running sum that a total can be added up in, in place; None where it cannot."""
+    holder = total if total in zeroed else argument(total, 0) if total.args else total
+    if holder not in zeroed or not _is_sum(holder, total, zeroed):
+        return None
+    return holder
 
 
 def _total(piece: Node) -> Node:

@@ -14,6 +14,7 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 
 from gradsync_fx._torch import FakeTensorMode
+from gradsync_fx.ir.journal import Exchanged
 from gradsync_fx.ir.program import Program, Slot
 
 
@@ -151,6 +152,7 @@ class Rewritten:
     updates: what is compiled of each kernel: a copy of its graph.
     settings: Inductor's, unless the user sets them.
     halves: what is compiled of `main`, where it is cut in two.
+    exchanged: what goes through memory in place of collectives of pieces.
     """
 
     program: Program
@@ -161,6 +163,7 @@ class Rewritten:
     updates: dict[Kernel, GraphModule] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     halves: Halves | None = None
+    exchanged: Exchanged = Exchanged()
 
     @classmethod
     def copy_of(cls, program: Program, fake_mode: Any) -> Rewritten:

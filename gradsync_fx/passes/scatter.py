@@ -13,27 +13,60 @@ Nodes are the same ones on all ranks, with other sizes: collectives come in the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch.fx import Node
 
+from gradsync_fx.comm.scattered_bucket import MOST_PADDING
 from gradsync_fx.ir import ops
 from gradsync_fx.ir.builder import Draft
 from gradsync_fx.optim.shares import Portion
 from gradsync_fx.passes.sums import as_pairs, cast, shaped
-from gradsync_fx.planning.plan import Plan
 
 
 _aten = torch.ops.aten
-_c10d = torch.ops._c10d_functional
-ALL_TO_ALL = _c10d.all_to_all_single.default
-REDUCE_SCATTER = _c10d.reduce_scatter_tensor.default
-ALL_GATHER = _c10d.all_gather_into_tensor.default
+ALL_TO_ALL, ALL_GATHER = ops.ALL_TO_ALL, ops.ALL_GATHER
+REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 # Up to so many terms are added one by one; more by a sum over a dimension.
 ONE_BY_ONE = 8
-# A gather in which ranks send equally much costs what is padded; one in which they do not, a copy for each rank.
-MOST_PADDING = 1.25
 HIDES = "hides"  # of a node's meta: a gather of new parameters that may be waited for later
+
+
+# Of metas, for the lowering. Of a collective of pieces: what it stands for. Of what it is given, and of what it leaves:
+# by the name of the collective, the number of the piece.
+EXCHANGE, GIVEN, LEFT = "exchange", "given", "left"
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What a collective of pieces stands for. name: of its node, when it was made. wire: the dtype of terms of sums on
+    their way; None for new parameters.
+    """
+
+    name: str
+    pieces: tuple[Portion, ...]
+    world: int
+    rank: int
+    wire: torch.dtype | None = None
+
+
+class Ranks(Protocol):
+    """How many ranks there are, and which one this is."""
+
+    @property
+    def world(self) -> int: ...
+
+    @property
+    def rank(self) -> int: ...
+
+
+def _note(started: Node, exchange: Exchange, given: Sequence[Node], left: Sequence[Node]) -> None:
+    started.meta[EXCHANGE] = exchange
+    for role, nodes in ((GIVEN, given), (LEFT, left)):
+        for i, node in enumerate(nodes):
+            node.meta[role] = {**node.meta.get(role, {}), exchange.name: i}
 
 
 class Layout:
@@ -73,7 +106,7 @@ class Layout:
 
 def scatter(
     draft: Draft,
-    plan: Plan,
+    plan: Ranks,
     pieces: Sequence[Portion],
     terms: Sequence[Node],
     op: str,
@@ -114,6 +147,9 @@ def scatter(
     for i, piece in enumerate(pieces):
         size = piece.size(plan.rank) * layout.factor
         found.append(_cut(draft, total, starts.get(i, 0), size))
+    if op == "sum":
+        exchange = Exchange(started.name, tuple(pieces), plan.world, plan.rank, wire_dtype)
+        _note(started, exchange, terms, found)
     return found
 
 
@@ -151,7 +187,7 @@ def _added(draft: Draft, waited: Node, length: int, world: int, dtype: torch.dty
 
 def gather(
     draft: Draft,
-    plan: Plan,
+    plan: Ranks,
     pieces: Sequence[Portion],
     mine: Sequence[Node],
     forms: Sequence[torch.Tensor],
@@ -204,7 +240,10 @@ def gather(
         places = layout.starts(rank)
         for i in layout.owned(rank):
             found[i] = _cut(draft, waited, begins[rank] + places[i], layout.numel(i))
-    return [shaped(draft, found[i], value) for i, value in enumerate(forms)]
+    new = [shaped(draft, found[i], value) for i, value in enumerate(forms)]
+    if not hides:
+        _note(started, Exchange(started.name, tuple(pieces), plan.world, plan.rank), mine, new)
+    return new
 
 
 def _table(draft: Draft, layout: Layout, waited: Node, begins: list[int]) -> Node | None:
@@ -220,7 +259,7 @@ def _table(draft: Draft, layout: Layout, waited: Node, begins: list[int]) -> Nod
     return _rows(draft, _joined(draft, rows, dim=0), columns, world)
 
 
-def own_piece(draft: Draft, plan: Plan, piece: Portion, whole: Node) -> Node:
+def own_piece(draft: Draft, plan: Ranks, piece: Portion, whole: Node) -> Node:
     """This rank's piece of a tensor that every rank has, flat."""
     start, end = piece.of(plan.rank)
     return _cut(draft, _flat(draft, whole), start, end - start)

@@ -23,168 +23,22 @@ from torch.fx import GraphModule, Node
 from gradsync_fx.comm.arrivals import ARRIVE
 from gradsync_fx.comm.flat_buffers import stretches
 from gradsync_fx.comm.inplace_all_reduce import START_SUMS, WAIT_SUMS
+from gradsync_fx.comm.inplace_pieces import GATHER_PIECES, START_PIECES
 from gradsync_fx.ir import ops
 from gradsync_fx.ir.memory import viewed, written
 from gradsync_fx.ir.ops import argument
-from gradsync_fx.passes.device_numbers import COMMUTATIVE, OF_TENSORS, ON_NUMBERS
-from gradsync_fx.passes.fuse import ADD_PRODUCT, SCALED
+from gradsync_fx.passes.fuse import ADD_PRODUCT
 from gradsync_fx.passes.join_updates import JOINED
 from gradsync_fx.passes.norms import scales_norms, stacked
+from gradsync_fx.passes.spelled_pieces import cuts_of, spelled_gather, spelled_scatter
+from gradsync_fx.passes.terms import CAST, OWN_PIECE, Term, Terms, constant
 
 
 _aten = torch.ops.aten
-_CAST = torch.ops.prims.convert_element_type.default
-_SAME = (_aten.scalar_tensor.default, _CAST)  # they change no number, or round it
 
 
 class Fault(Exception):
     """A read or write that no order of the program allows."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Term:
-    """An op of terms and constants; equal ones are one object (`Terms`)."""
-
-    op: Any
-    args: tuple[Any, ...]
-
-    def __str__(self) -> str:
-        return self.text(3)
-
-    def text(self, depth: int) -> str:
-        """With what stands that deep, and no deeper."""
-        name = getattr(self.op, "__name__", str(self.op)).removesuffix(".default")
-        if not depth:
-            return f"{name}(...)"
-        return f"{name}({', '.join(_text(a, depth - 1) for a in self.args)})"
-
-
-def where_they_differ(one: Any, other: Any) -> tuple[Any, Any]:
-    """The innermost parts of two terms that are the first to differ."""
-    while True:
-        args = [x.args if isinstance(x, Term) else x for x in (one, other)]
-        if isinstance(one, Term) != isinstance(other, Term) or not all(
-            isinstance(a, tuple) for a in args
-        ):
-            return one, other
-        if isinstance(one, Term) and one.op is not other.op or len(args[0]) != len(args[1]):
-            return one, other
-        pair = next((p for p in zip(*args, strict=True) if p[0] != p[1]), None)
-        if pair is None:
-            return one, other
-        one, other = pair
-
-
-def _text(value: Any, depth: int) -> str:
-    if isinstance(value, Term):
-        return value.text(depth)
-    if isinstance(value, tuple) and any(isinstance(v, Term) for v in value):
-        return f"[{', '.join(_text(v, depth) for v in value)}]"
-    return str(value[1]) if isinstance(value, tuple) and len(value) == 2 else str(value)
-
-
-class Terms:
-    """All terms of a comparison. on_device: numbers are tensors there, by the equations of device_numbers.py."""
-
-    def __init__(self, *, on_device: bool = False) -> None:
-        self._known: dict[tuple[Any, ...], Term] = {}
-        self._on_device, self._numbers = on_device, set[Term]()
-
-    def number(self, term: Term) -> Term:
-        """Says that a term is one number, in float64."""
-        self._numbers.add(term)
-        return term
-
-    def make(self, op: Any, *args: Any) -> Term:
-        """The term itself, without equations."""
-        key = (op, args)
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = Term(op, args)
-        return found
-
-    def _of_numbers(self, op: Any, args: tuple[Any, ...]) -> Term | None:
-        """What is computed of numbers, by Python or on the device; None for anything else.
-
-        A number is rounded wherever it meets a tensor: one of Python's by the op that takes it.
-        """
-        if op in COMMUTATIVE and _is_constant(args[0]):
-            args = args[::-1]
-        first = args[0] if args else None
-        if not isinstance(first, Term):
-            return None
-        if op is _aten.select.int and first.op == "numbers":
-            return first.args[_value(args[2])]
-        if op in (ops.ITEM, *_SAME) and first in self._numbers:
-            return first
-        if op is ops.ITEM:
-            return self.number(self.make("number", first))
-        widened = op is _CAST and _value(args[1]) is torch.float64
-        if widened and first.op is _aten.reshape.default and _value(first.args[1]) == ():
-            return self.number(self.make("number", first.args[0]))
-        if op in ON_NUMBERS and all(a in self._numbers or _is_constant(a) for a in args):
-            held = [a if isinstance(a, Term) else _constant(float(_value(a))) for a in args]
-            return self.number(self.make(ON_NUMBERS[op], *held))
-        if op in OF_TENSORS and len(args) == 2 and args[1] in self._numbers:
-            return self.make(OF_TENSORS[op], *args)
-        return None
-
-    def of(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Term:
-        """The term of a call, by the equations that the rewrites of the lowering rest on."""
-        number = self._of_numbers(op, args) if self._on_device else None
-        if number is not None:
-            return number
-        if op in (ops.ITEM, _aten.clone.default):  # a number of a tensor, or the tensor; a copy
-            return args[0]
-        if op is operator.getitem and args[0].op is _aten._foreach_norm.Scalar:
-            many, order = args[0].args[0], args[0].args[1:]
-            if all(_value(o) in (2, 2.0) for o in order):
-                one = many[_value(args[1])]
-                square = self.make(_aten.mul.Tensor, one, one)
-                return self.make(_aten.sqrt.default, self.make(_aten.sum.default, square))
-        if op is _CAST and args[0].op is _aten.lt.Tensor and args[0].args[0] is args[0].args[1]:
-            return self.make(_aten.full.default, (), (float, 0.0))
-        if op is _aten.permute.default and _value(args[1]) == (1, 0):
-            if args[0].op is op and args[0].args[1] == args[1]:
-                return args[0].args[0]
-            if args[0].op is _CAST:
-                turned_first = self.of(op, (args[0].args[0], args[1]), {})
-                return self.make(_CAST, turned_first, *args[0].args[1:])
-            if args[0].op is _aten.mm.default:
-                a, b = args[0].args
-                turned = [self.of(op, (factor, args[1]), {}) for factor in (b, a)]
-                return self.make(_aten.mm.default, *turned)
-        if op in SCALED and len(kwargs) == 1 and isinstance(next(iter(kwargs.values())), Term):
-            total, product = SCALED[op]
-            first, *factors = args
-            term = self.make(product, *factors) if product else factors[0]
-            scaled = self.make(_aten.mul.Tensor, term, next(iter(kwargs.values())))
-            return self.make(total, first, scaled)
-        return self.make(op, *args, *sorted(kwargs.items()))
-
-
-def _value(constant: Any) -> Any:
-    """What `_constant` was made of."""
-    if isinstance(constant, tuple) and len(constant) == 2 and isinstance(constant[0], type):
-        return constant[1]
-    return tuple(map(_value, constant)) if isinstance(constant, tuple) else constant
-
-
-def _is_constant(value: Any) -> bool:
-    return not isinstance(value, Term) and isinstance(_value(value), int | float)
-
-
-def _constant(value: Any) -> Any:
-    """Hashable, and equal only to its like: 1, 1.0 and True are not the same argument."""
-    if isinstance(value, float):
-        return (float, value if value == value else "nan")
-    if isinstance(value, slice | torch.SymInt | torch.SymFloat | torch.SymBool):
-        return (type(value), str(value))
-    try:
-        hash(value)
-    except TypeError:
-        return (type(value), id(value))
-    return (type(value), value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +69,7 @@ class Machine:
         self.away: set[int] = set()  # parameters that may be on their way
         self._pending: set[int] = set()  # results of functional collectives
         self._arrived: set[Ref] = set()
+        self._gathered: dict[Ref, Term] = {}  # parameters, until the last of them
         self._random = 0
 
     def bind(self, term: Term) -> Ref:
@@ -280,6 +135,11 @@ class Machine:
             return self._start(node, [env[n] for n in argument(node, 0)])
         if target is WAIT_SUMS:
             return self.wait_sums([env[n] for n in argument(node, 0)])
+        if target is START_PIECES:
+            return self._start_pieces(node, [env[n] for n in argument(node, 0)])
+        if target is GATHER_PIECES:
+            pieces, parameters = ([env[n] for n in argument(node, i)] for i in (1, 0))
+            return self._gather_pieces(node, pieces, parameters)
         if target is ARRIVE:
             return self.away.difference_update(env[n].root for n in argument(node, 0))
         if target is JOINED:
@@ -329,12 +189,12 @@ class Machine:
     def _frozen(self, value: Any, env: dict[Node, Any]) -> Any:
         if isinstance(value, Node):
             held = env[value]
-            return self.read(held) if isinstance(held, Ref) else _constant(held)
+            return self.read(held) if isinstance(held, Ref) else constant(held)
         if isinstance(value, list | tuple):
             return tuple(self._frozen(v, env) for v in value)
         if isinstance(value, dict):
             return tuple((k, self._frozen(v, env)) for k, v in sorted(value.items()))
-        return _constant(value)
+        return constant(value)
 
     def _wait(self, ref: Ref) -> Ref:
         if ref in self._arrived:
@@ -355,22 +215,46 @@ class Machine:
         sizes = stretches(values)
         for i, (value, size) in enumerate(zip(values, sizes, strict=True)):
             if size > value.numel():
-                gap = tuple(map(_constant, (0, size - value.numel())))
+                gap = tuple(map(constant, (0, size - value.numel())))
                 pieces[i] = self.terms.make(_aten.constant_pad_nd.default, pieces[i], gap)
         flat = pieces[0] if len(pieces) == 1 else self.terms.make(_aten.cat.default, tuple(pieces))
-        sent = self.terms.make(ops.ALL_REDUCE, flat, _constant(op), _constant(group))
+        sent = self.terms.make(ops.ALL_REDUCE, flat, constant(op), constant(group))
         self.sent[sent] += 1
         self.waited[sent] += 1  # or `finish` finds it under way
         arrived, start = self.terms.make(ops.WAIT, sent), 0
         bucket = SumsUnderWay({})
         for ref, value, size in zip(sums, values, sizes, strict=True):
             end = start + value.numel()
-            ends = tuple(map(_constant, (0, start, end)))
+            ends = tuple(map(constant, (0, start, end)))
             piece = self.terms.make(_aten.slice.Tensor, arrived, *ends)
-            shape = tuple(map(_constant, value.shape))
+            shape = tuple(map(constant, value.shape))
             whole = self.terms.make(_aten.reshape.default, piece, shape)
             bucket.reduced[ref.root] = self._cast(whole, wire, value.dtype)
             start += size
+        self._under_way(bucket, sums)
+
+    def _start_pieces(self, node: Node, sums: list[Ref]) -> None:
+        """When it is waited for, this rank's pieces of the sums are there, and nothing else of them."""
+        cuts, bucket = cuts_of(node), SumsUnderWay({})
+        pieces = self.run(spelled_scatter(node), sums)
+        for ref, piece, bounds in zip(sums, pieces, cuts.bounds, strict=True):
+            ends = map(constant, (0, *bounds[cuts.rank : cuts.rank + 2]))
+            bucket.reduced[ref.root] = self.terms.make(OWN_PIECE, self.read(piece), *ends)
+        self._under_way(bucket, sums)
+
+    def _gather_pieces(self, node: Node, pieces: list[Ref], parameters: list[Ref]) -> None:
+        """Parameters are there with the last of these ops."""
+        for ref, value in zip(parameters, self.run(spelled_gather(node), pieces), strict=True):
+            self._check_there(ref, "gathered")
+            self._gathered[ref] = self.read(value)
+            self.away.add(ref.root)
+        if argument(node, 4):
+            self.away.difference_update(ref.root for ref in self._gathered)
+            for ref, term in self._gathered.items():
+                self.write(ref, term)
+            self._gathered.clear()
+
+    def _under_way(self, bucket: SumsUnderWay, sums: list[Ref]) -> None:
         if len(bucket.reduced) < len(sums):
             raise Fault("a sum stands twice in one bucket")
         self.under_way.update(dict.fromkeys(bucket.reduced, bucket))
@@ -378,7 +262,7 @@ class Machine:
     def _cast(self, term: Term, held: Any, wanted: Any) -> Term:
         if held is wanted:
             return term
-        return self.terms.of(_CAST, (term, _constant(wanted)), {})
+        return self.terms.of(CAST, (term, constant(wanted)), {})
 
     def wait_sums(self, sums: list[Ref]) -> None:
         """The sums of a bucket that was started hold what all ranks' do together."""
@@ -394,6 +278,8 @@ class Machine:
         """Raises `Fault` where something is still under way."""
         if self.under_way:
             raise Fault("a reduction is started and never waited for")
+        if self._gathered:
+            raise Fault("parameters are gathered, and the last of them never")
 
 
 def _attribute(module: GraphModule, node: Node) -> Any:

@@ -9,7 +9,8 @@ from gradsync_fx.errors import VerificationError
 from gradsync_fx.ir import ops
 from gradsync_fx.ir.ops import argument
 from gradsync_fx.ir.program import Kind, Program, Slot, writes
-from gradsync_fx.passes.symbolic import Machine, Ref, Terms
+from gradsync_fx.passes.symbolic import Machine, Ref
+from gradsync_fx.passes.terms import Terms
 from gradsync_fx.planning.plan import Bucket, Plan, carrier
 
 

@@ -18,7 +18,8 @@ import torch
 from gradsync_fx.errors import VerificationError
 from gradsync_fx.ir.linear import DISTRIBUTES, ZEROS
 from gradsync_fx.ir.program import Kind, Program, Slot
-from gradsync_fx.passes.symbolic import Machine, Ref, Term, Terms
+from gradsync_fx.passes.symbolic import Machine, Ref
+from gradsync_fx.passes.terms import Term, Terms
 from gradsync_fx.planning.plan import Plan
 
 

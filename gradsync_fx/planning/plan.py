@@ -90,6 +90,7 @@ class Plan:
     masked: the program makes no update where no term of the window counted, which it sees itself (passes/mask.py).
     voted: the user decides, once the reductions have started, whether the update counts.
     arriving: parameters that may be on their way when a call begins, by bucket, in the order of the forward.
+    beside: whether ranks that share updates out may reach each other's memory.
     pieces: by leaf number, where updates are shared out among the ranks: what each of them updates.
     rank: this one's number in the group, where that matters.
     invariants: what windows compute once, and this program reads; nothing by default.
@@ -115,6 +116,7 @@ class Plan:
     masked: bool = False
     voted: bool = False
     arriving: tuple[tuple[str, ...], ...] = ()
+    beside: bool = False
     pieces: dict[int, Portion] = field(default_factory=dict)
     rank: int = 0
     invariants: Invariants = NOTHING

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 import torch.distributed as dist
 
 from gradsync_fx.capture.tracer import Capture
@@ -21,11 +22,14 @@ LEAST_BYTES = MIB
 def find_shareable(
     capture: Capture, setting: Setting, options: Options, buckets: Sequence[Bucket]
 ) -> tuple[Bucket, ...]:
-    """Buckets of sums on the CPU that gloo would reduce in place, over the group in which the ranks meet."""
+    """Buckets of sums on the CPU that gloo would reduce, over the group in which the ranks meet.
+
+    Terms keep their dtype on the way, but where updates are shared out: each is rounded as it would be for the wire.
+    """
     group = setting.group
     if not isinstance(group, dist.ProcessGroup) or not is_gloo(group):
         return ()
-    if options.backend != "inductor" or options.sync_each_batch or options.shard_optimizer:
+    if options.backend != "inductor" or options.sync_each_batch:
         return ()  # nothing is reduced in place
     if {"in_place", "shared_memory"} & set(options.without):
         return ()
@@ -37,13 +41,18 @@ def find_shareable(
         return (
             (reduction.op, reduction.group) == ("sum", group.group_name)
             and all(p.device.type == "cpu" for p in parameters)
-            and (setting.wire_dtype or dtype) is dtype
+            and _keeps(dtype, setting.wire_dtype, options)
             and not dtype.is_complex  # it is sent as pairs of real numbers
             and any(p.numel() for p in parameters)  # an empty bucket cannot be mapped
         )
 
     found = tuple(bucket for bucket in buckets if fits(bucket))
     return found if sum(bytes_of(found, leaves, options)) >= LEAST_BYTES else ()
+
+
+def _keeps(dtype: torch.dtype, wire: torch.dtype | None, options: Options) -> bool:
+    """Whether memory can stand for a wire of this dtype: float16 has sums scaled, for it ends at 65504."""
+    return wire in (None, dtype) or options.shard_optimizer and wire is not torch.float16
 
 
 def bytes_of(buckets: Sequence[Bucket], leaves: Mapping[int, Leaf], options: Options) -> list[int]:

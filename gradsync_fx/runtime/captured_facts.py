@@ -128,6 +128,14 @@ class CapturedFacts:
         return tuple(names for names in found if names)
 
     @property
+    def gathered_in_memory(self) -> dict[str, torch.Tensor]:
+        """Parameters whose new values go through memory where the sums do, by name: not those that arrive later."""
+        if not self.shares or self.options.overlap_param_gather:
+            return {}
+        leaves = self.capture.step.leaves
+        return {leaves[i].name: leaves[i].parameter for b in self.shareable for i in b.leaves}
+
+    @property
     def simulated(self) -> bool:
         """Whether its ranks are not there."""
         group = self.setting.group

@@ -299,7 +299,7 @@ class CapturedStep:
         """
         if line.group is not None and not settled:
             asked = [self.runner.sums_of(bucket) for bucket in self.facts.shareable]
-            shared = self.runner.buckets.share(line, asked)
+            shared = self.runner.buckets.share(line, asked, self.facts.gathered_in_memory)
             log.info("%d of %d buckets are shared in memory", shared, len(asked))
         with self.runner.buckets.in_use(together=True):
             yield

@@ -111,6 +111,7 @@ class ProgramCache:
             sync_each_batch=facts.options.sync_each_batch,
             rank=facts.setting.rank,
             arriving=facts.arriving,
+            beside=facts.shares and bool(facts.shareable),
         )
         self.bindings = _bind(facts)
         self._divides = False

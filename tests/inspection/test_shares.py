@@ -48,7 +48,7 @@ def test_owners_and_all_views() -> None:
     text = str(report)
     assert "updates shared out" in text
     assert "wholly on rank 1" in text
-    assert "sent by a rank per window: sums" in text
+    assert "given by a rank to the others per window: sums" in text
     assert "sharing-table" in report.to_html()
 
 

@@ -68,6 +68,25 @@ def refused(rank: int, kind: str) -> str:
     return "nothing was raised"
 
 
+def with_shards(rank: int) -> tuple[str, bool]:
+    """The error of a mesh beside shared updates, and whether each of the two goes without the other."""
+    given = mesh()
+    text = ""
+    try:
+        gradsync_fx.optimize(step, device_mesh=given, shard_optimizer=True)
+    except GradSyncError as error:
+        text = f"{type(error).__name__} {error}"
+    works = []
+    for options in ({"device_mesh": given}, {"shard_optimizer": True}):
+        model = nn.Linear(10, 1)
+        before = model.weight.detach().clone()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = gradsync_fx.optimize(step, backend="aot_eager", **options)  # type: ignore[arg-type]
+        run(model, optimizer, torch.ones(2, 10), torch.ones(2, 1))
+        works.append(not torch.equal(model.weight, before))
+    return text, all(works)
+
+
 def bytes_sent(store: str, rank: int, interface: str, levels: int, out: str) -> None:
     """A process of its own, in a network namespace: bytes that the interface sends and receives in one boundary."""
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=4)

@@ -59,7 +59,7 @@ function sharingTable(sharing) {
   return [
     table("Updates shared out", [{ title: "Of this rank" }, { title: "Bytes", number: true }],
       [["Optimizer state", bytes(sharing.state_bytes)], ["Optimizer state without sharing", bytes(sharing.whole_state_bytes)],
-        ...sent.map(([name, n]) => [`${name}, sent per window`, bytes(n)])], { id: "sharing-table" }),
+        ...sent.map(([name, n]) => [`${name}, given to other ranks per window`, bytes(n)])], { id: "sharing-table" }),
     lazy(`${plural(sharing.cut.length, "parameter")} with a piece on each rank, ${owners.length} with an owner`, () => table("Owners",
       [{ title: "Parameter" }, { title: "Owner" }], [...sharing.cut.map((name) => [el("code", {}, name), "a piece on each rank"]),
         ...owners.map(([name, rank]) => [el("code", {}, name), `rank ${rank}`])]))];

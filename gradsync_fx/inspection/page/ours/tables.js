@@ -70,6 +70,10 @@ function names(list, shown = 2) {
     more > 0 ? el("span", { class: "muted" }, ` and ${count(more)} more`) : null].flat();
 }
 
+function way(c) {
+  return c.way_back ? `${c.way}, back ${c.way_back}` : c.way;
+}
+
 function drawCollectives(report, pick) {
   const body = byId("collectives-body");
   if (!report.collectives.length) {
@@ -88,6 +92,7 @@ function drawCollectives(report, pick) {
         { title: "Op", value: (c) => c.op, cell: (c) => c.op },
         { title: "Ranks", number: true, value: (c) => c.ranks, cell: (c) => count(c.ranks) },
         { title: "In", value: (c) => Object.keys(c.programs).join(), cell: (c) => Object.keys(c.programs).join(", ") },
+        { title: "Way", value: way, cell: way },
         { title: "Parameters", value: (c) => c.parameters[0] || "", cell: (c) => el("div", { class: "names" }, names(c.parameters)) },
       ],
     }));
