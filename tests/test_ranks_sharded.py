@@ -52,7 +52,7 @@ def test_whole_tensors(ranks: Ranks, name: str) -> None:
     both = ranks(sharded.trained, name, None, True)
     plain = ranks(sharded.trained, name, None, False)
     # Muon multiplies in bfloat16, which some processors round otherwise with another last bit in the sum.
-    allowed = 1e-2 * 2**-4 if name == "Muon" else 2e-5
+    allowed = 2e-3 if name == "Muon" else 2e-5  # of updates of 1e-2
     assert bitwise(both[0]["history"], both[1]["history"])
     close(both[0]["history"], plain[0]["history"], allowed)
     close(both[0]["history"], sharded.joined(name, None, 2)["history"], allowed)
