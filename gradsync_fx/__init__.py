@@ -1,10 +1,12 @@
-"""Gradient accumulation under data parallelism, in the compiler: a plain train step in, two programs out."""
+"""Gradient accumulation under data parallelism, in the compiler: a plain train step in, two programs out.
 
-from gradsync_fx.api import optimize
-from gradsync_fx.backend import window
-from gradsync_fx.calibration import calibrate
-from gradsync_fx.capture.markers import micro_batch_weight
-from gradsync_fx.diagnose import diagnose
+The command line shows its help without torch, and torch's compiler, which takes seconds to import, is imported with
+the first name here that needs it.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from gradsync_fx.errors import (
     CaptureError,
     ForeignParameterError,
@@ -28,11 +30,19 @@ from gradsync_fx.errors import (
     VersionError,
     WindowError,
 )
-from gradsync_fx.explanation import explain
-from gradsync_fx.optimized_step import OptimizedStep
-from gradsync_fx.options import BackendOptions
-from gradsync_fx.runtime.optimizer_shards import OptimizerShards
 from gradsync_fx.version import VERSION
+
+
+if TYPE_CHECKING:
+    from gradsync_fx.api import optimize
+    from gradsync_fx.backend import window
+    from gradsync_fx.calibration import calibrate
+    from gradsync_fx.capture.markers import micro_batch_weight
+    from gradsync_fx.eager_loops import diagnose
+    from gradsync_fx.explanation import explain
+    from gradsync_fx.optimized_step import OptimizedStep
+    from gradsync_fx.options import BackendOptions
+    from gradsync_fx.runtime.optimizer_shards import OptimizerShards
 
 
 __version__ = VERSION
@@ -69,3 +79,28 @@ __all__ = [
     "optimize",
     "window",
 ]
+
+# Where the names are that are all imported when the first of them is asked for.
+_LATE = {
+    "BackendOptions": "options",
+    "OptimizedStep": "optimized_step",
+    "OptimizerShards": "runtime.optimizer_shards",
+    "calibrate": "calibration",
+    "diagnose": "eager_loops",
+    "explain": "explanation",
+    "micro_batch_weight": "capture.markers",
+    "optimize": "api",
+    "window": "backend",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = {name: getattr(import_module(f"{__name__}.{at}"), name) for name, at in _LATE.items()}
+    globals().update(found)
+    return found[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -10,15 +10,14 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from gradsync_fx.choices import Broadcasts, ReductionKind
 from gradsync_fx.errors import OptionError
 from gradsync_fx.optimized_step import OptimizedStep
 from gradsync_fx.options import (
     Backend,
-    Broadcasts,
     Commit,
     Optimization,
     Options,
-    ReductionKind,
     Steps,
     Unsupported,
 )

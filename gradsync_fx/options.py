@@ -14,16 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from gradsync_fx._torch import inductor_config, list_mode_options
+from gradsync_fx.choices import BROADCASTS, REDUCTIONS, Broadcasts, ReductionKind
 from gradsync_fx.errors import OptionError
 
 
 MANUAL = "manual"
 Steps = int | Literal["manual"] | Mapping[Optimizer, int]
-ReductionKind = Literal["mean", "sum", "weighted"]
-Broadcasts = Literal["window_start", "never", "every"]
 Unsupported = Literal["error", "eager"]
-REDUCTIONS: tuple[str, ...] = get_args(ReductionKind)
-BROADCASTS: tuple[str, ...] = get_args(Broadcasts)
 # What makes a program faster and not another one (lower.py, shareable.py, compile_lock.py, invariants.py).
 Optimization = Literal[
     "overlap", "in_place", "shared_memory", "products", "updates", "shared_compile", "invariants"

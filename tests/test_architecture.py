@@ -17,6 +17,7 @@ TESTS = Path(__file__).parent
 GROUND = {
     "errors",
     "version",
+    "choices",
     "options",
     "_torch",
     "_torch_cuda",
@@ -36,7 +37,7 @@ DOORS = {
     "backend",
     "explanation",
     "calibration",
-    "diagnose",
+    "eager_loops",
 }
 # The rules: what each folder may import beside itself and the ground, in the order of the work.
 ARROWS = {

@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 import gradsync_fx
-from gradsync_fx.diagnose import diagnose
 from gradsync_fx.diagnosis.findings import Diagnosis, Finding
+from gradsync_fx.eager_loops import diagnose
 from tests.models import mlp
 from tests.refusals import refused
 from tests.scenarios import loops

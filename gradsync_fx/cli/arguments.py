@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
+from gradsync_fx.choices import BROADCASTS, REDUCTIONS
 from gradsync_fx.cli.problems import MEANINGS
 from gradsync_fx.inspection.costs import PRESETS
 from gradsync_fx.lowering.target.cards import CARDS
-from gradsync_fx.options import BROADCASTS, REDUCTIONS
 
 
 EXAMPLES = {

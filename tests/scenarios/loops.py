@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradsync_fx.diagnose import diagnose
 from gradsync_fx.diagnosis.findings import Diagnosis
+from gradsync_fx.eager_loops import diagnose
 from tests.models import mlp
 from tests.reference import Batch
 from tests.scenarios.common import data_of
