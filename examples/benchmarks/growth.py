@@ -35,9 +35,10 @@ STAGES = {
     "gradsync_fx.runtime.capture_cache:Catalogue.admit": "analysis",
     "gradsync_fx.optim.binding:trace_update": "torch",
     "gradsync_fx.runtime.program_cache:build": "passes",
+    "gradsync_fx.inspection.held:rewrite": "lowering",
     "gradsync_fx.optimized_step:describe": "report",
 }
-OWN = ("capture", "analysis", "passes")
+OWN = ("capture", "analysis", "passes", "lowering")
 
 
 class Clock:

@@ -13,12 +13,11 @@ from torch.fx import Graph, GraphModule, Node
 from gradsync_fx._torch import (
     FakeTensor,
     compute_unbacked_bindings,
-    lazy_graph_modules,
-    make_graph_module,
     stable_topological_sort,
 )
 from gradsync_fx.ir import ops
 from gradsync_fx.ir.dataflow import upstream
+from gradsync_fx.ir.graph_copy import copy_nodes, module_of, new_call
 from gradsync_fx.ir.ops import argument
 from gradsync_fx.ir.program import Kind, Program, Slot, Step, output_values
 
@@ -54,12 +53,10 @@ class Draft:
         """A draft that starts as the whole step."""
         graph = Graph()
         of: dict[Node, Node] = {}
-        values = graph.graph_copy(step.module.graph, of)
+        values = copy_nodes(step.module.graph, graph, of)
         (out,) = step.module.graph.find_nodes(op="output")
         graph.output(values).meta.update(out.meta)
-        # Its Python code is written when somebody reads or runs it: compilers do neither.
-        with lazy_graph_modules(True):
-            module = make_graph_module(step.module, graph)
+        module = module_of(step.module, graph)
         module.meta.update(step.module.meta)
         for node, copy in of.items():
             copy.meta["origin"] = node.name
@@ -165,7 +162,7 @@ class Draft:
         self, form: Any, target: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Node:
         """A node at the insertion point whose fake value is known."""
-        node = self.graph.call_function(target, args, kwargs)
+        node = new_call(self.graph, target, args, kwargs)
         node.meta["val"] = form
         return node
 
@@ -202,7 +199,7 @@ class Draft:
         return _needed(self.graph, set(self.kept))
 
     def finish(self) -> Program:
-        """Drops dead code, collectives and unread inputs included, and checks the graph."""
+        """Drops dead code, collectives and unread inputs included."""
         kept = self.live()
         for node in reversed(list(self.graph.nodes)):
             if node not in kept and node.op != "placeholder":
@@ -213,7 +210,6 @@ class Draft:
                 slots.append(slot)
             else:
                 self.graph.erase_node(node)
-        self.graph.lint()
         self.module.delete_all_unused_submodules()
         self.module.recompile()
         masked = self.counted is not None
@@ -251,18 +247,17 @@ def _needed(graph: Graph, kept: Collection[Node]) -> set[Node]:
 
     torch calls collectives impure, so that they are never dead; here a collective without uses is dead code.
     """
-    return upstream(
+    copy = torch.ops.aten.copy_.default
+    read = upstream(n for n in graph.nodes if n.op == "output" or n in kept or n.target is copy)
+    effects = (
         n
         for n in graph.nodes
-        if n.op == "output"
-        or n in kept
-        or (n.target is torch.ops.aten.copy_.default)
-        or (
-            n.op == "call_function"
-            and n.is_impure(impure_random=False)
-            and not _is_communication(n)
-        )
+        if n not in read  # torch takes its time to say whether a node is impure
+        and n.op == "call_function"
+        and not _is_communication(n)
+        and n.is_impure(impure_random=False)
     )
+    return read | upstream(effects, without=read)
 
 
 def _is_communication(node: Node) -> bool:

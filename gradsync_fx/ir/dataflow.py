@@ -1,10 +1,10 @@
-"""Reachability in a graph: which nodes depend on which, in time linear in the graph however much is asked."""
+"""Which nodes of a graph depend on which, asked and changed in time linear in the graph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 
-from torch.fx import Graph, Node
+from torch.fx import Graph, Node, map_arg
 
 
 def downstream(
@@ -42,6 +42,21 @@ def _reached(
                 reached.add(node)
                 stack.append(node)
     return reached
+
+
+def read_instead(changed: Mapping[Node, Node]) -> None:
+    """Lets all that reads a node read what that maps to, which itself goes on with what it reads.
+
+    Each reader is written once: an update reads as many gradients as there are parameters.
+    """
+    readers: dict[Node, dict[Node, Node]] = {}
+    for old, new in changed.items():
+        for reader in old.users:
+            if reader is not new:
+                readers.setdefault(reader, {})[old] = new
+    for reader, read in readers.items():
+        args, kwargs = map_arg((reader.args, reader.kwargs), lambda n, read=read: read.get(n, n))
+        reader.args, reader.kwargs = args, kwargs
 
 
 class Nearest:

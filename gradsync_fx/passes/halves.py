@@ -24,6 +24,7 @@ from gradsync_fx.comm.inplace_all_reduce import START_SUMS, WAIT_SUMS
 from gradsync_fx.comm.inplace_pieces import START_PIECES
 from gradsync_fx.ir import ops
 from gradsync_fx.ir.builder import Draft
+from gradsync_fx.ir.graph_copy import module_of
 from gradsync_fx.ir.memory import (
     MAY_ALIAS,
     aliased,
@@ -307,6 +308,6 @@ def _needed(nodes: Sequence[Node], without: Collection[Node], given: Collection[
 
 def _module_of(root: GraphModule, graph: Graph) -> GraphModule:
     graph.lint()
-    module = GraphModule(root, graph)
+    module = module_of(root, graph)
     module.meta.update(root.meta)
     return module

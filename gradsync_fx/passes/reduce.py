@@ -16,6 +16,7 @@ import torch
 from torch.fx import Node
 
 from gradsync_fx.ir.builder import Draft
+from gradsync_fx.ir.dataflow import read_instead
 from gradsync_fx.ir.ops import argument
 from gradsync_fx.ir.program import Kind, Slot
 from gradsync_fx.optim.shares import Portion
@@ -129,6 +130,7 @@ def _install(
     draft: Draft, plan: Plan, bucket: Bucket, values: list[Node], occurrence: int = 0
 ) -> Pieces:
     pieces: Pieces = {}
+    whole: dict[Node, Node] = {}
     for leaf, value in zip(bucket.leaves, values, strict=True):
         marker = draft.of[plan.regions.gradients[leaf][occurrence]]
         hand = plan.regions.hand.get(leaf)
@@ -138,9 +140,8 @@ def _install(
         if plan.scatters(bucket) and leaf in plan.pieces:
             pieces[old] = (gradient, plan.pieces[leaf])
             continue
-        readers = [u for u in old.users if u is not gradient]
-        for reader in readers:
-            reader.replace_input_with(old, gradient)
+        whole[old] = gradient
+    read_instead(whole)
     return pieces
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 
 from gradsync_fx._torch import FakeTensorMode
+from gradsync_fx.ir.graph_copy import copy_nodes, module_of
 from gradsync_fx.ir.journal import Exchanged
 from gradsync_fx.ir.program import Program, Slot
 
@@ -189,6 +190,5 @@ class Rewritten:
 def copy_module(module: GraphModule) -> GraphModule:
     """A copy of a program's graph over the same tensors and submodules: compilers rewrite what they are given."""
     graph = Graph()
-    values = graph.graph_copy(module.graph, {})
-    graph.output(values)
-    return GraphModule(module, graph)
+    graph.output(copy_nodes(module.graph, graph, {}))
+    return module_of(module, graph)

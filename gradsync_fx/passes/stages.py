@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
+from gradsync_fx.ir.graph_copy import module_of
 from gradsync_fx.ir.memory import MAY_ALIAS, base_of, form_apart
 from gradsync_fx.ir.ops import UPDATE, argument
 from gradsync_fx.ir.program import Kind, Program, Slot, output_values, writes
@@ -251,7 +252,7 @@ class _StageCutter:
         part.graph.output(tuple(part.gives.values()))
         program = None
         if part.gives or any(n.op not in ("placeholder", "output") for n in part.graph.nodes):
-            module = GraphModule(self._program.module, part.graph)
+            module = module_of(self._program.module, part.graph)
             module.meta.update(self._program.module.meta)
             part.graph.lint()
             program = Program(f"{self._program.name} {part.number + 1}", module, tuple(part.slots))
