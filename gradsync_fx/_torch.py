@@ -122,6 +122,7 @@ try:
     from torch._logging._internal import trace_structured
     from torch._ops import OpOverload
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.autograd import _profiler_enabled as profiler_enabled  # type: ignore[attr-defined]
     from torch.distributed import _Work as Work  # type: ignore[attr-defined]
     from torch.distributed.distributed_c10d import _get_default_store as default_store
     from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]

@@ -55,8 +55,11 @@ def read_instead(changed: Mapping[Node, Node]) -> None:
             if reader is not new:
                 readers.setdefault(reader, {})[old] = new
     for reader, read in readers.items():
-        args, kwargs = map_arg((reader.args, reader.kwargs), lambda n, read=read: read.get(n, n))
-        reader.args, reader.kwargs = args, kwargs
+
+        def now(node: Node, read: Mapping[Node, Node] = read) -> Node:
+            return read.get(node, node)
+
+        reader.args, reader.kwargs = map_arg(reader.args, now), map_arg(reader.kwargs, now)
 
 
 class Nearest:

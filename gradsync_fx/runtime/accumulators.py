@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Protocol
 
 import torch
@@ -22,6 +23,9 @@ from gradsync_fx.runtime.captured_facts import CapturedFacts
 from gradsync_fx.runtime.state_format import check_fits, foreign_state
 from gradsync_fx.user_lines import warn_user
 from gradsync_fx.wording import number_of
+
+
+_GRADIENT = attrgetter("grad")
 
 
 @dataclass(slots=True)
@@ -65,6 +69,9 @@ class Accumulators:
         self._part_of: dict[str, int] = {}
         self._trainable: dict[str, bool] = {}
         self._given: Counter[str] = Counter()
+        # The names that were added last, and how often again since: they are counted when somebody asks.
+        self._latest: Collection[str] | None = None
+        self._again = 0
         self.early: list[EarlySums] = []
 
     def fold(self, but: EarlySums | None = None) -> None:
@@ -154,6 +161,8 @@ class Accumulators:
         parameters: by default those that ever had a running sum.
         """
         held = self.parameters if parameters is None else parameters
+        if set(map(_GRADIENT, held.values())) <= {None}:
+            return
         dropped = [name for name, p in held.items() if p.grad is not None]
         for name in dropped:
             held[name].grad = None
@@ -193,10 +202,12 @@ class Accumulators:
 
     def given(self) -> Collection[str]:
         """The parameters with a term in the open window, if it counted: nobody waits to know that."""
+        self._count_again()
         return {**self._in_window, **self._given}
 
     def in_every(self, names: Collection[str], micro_steps: int) -> bool:
         """Whether each of these, and no other parameter, was given a term by every micro-step of the open window."""
+        self._count_again()
         wanted = dict.fromkeys(names, micro_steps) if micro_steps else {}
         return self._given == wanted
 
@@ -210,6 +221,8 @@ class Accumulators:
     def restore_in_window(self, names: Collection[str]) -> None:
         """As saved, beside the weights that were saved with it."""
         self._unread.clear()
+        self._count_again()
+        self._latest = None
         self._given.clear()
         self._in_window = dict.fromkeys(names)
         self._read = {part: float(weight) for part, weight in self.weights.items()}
@@ -220,6 +233,11 @@ class Accumulators:
 
     def added(self, names: Collection[str], *, weighed: bool) -> None:
         """A micro-step put its terms for these parameters in. weighed: unless its weight, added already, is 0."""
+        if names is self._latest and not weighed:
+            self._again += 1
+            return
+        self._count_again()
+        self._latest = None if weighed else names
         self._given.update(names)
         if weighed:
             # Read when somebody asks: a call that closes nothing doesn't wait for its device.
@@ -228,8 +246,15 @@ class Accumulators:
         else:
             self._in_window.update(dict.fromkeys(names))
 
+    def _count_again(self) -> None:
+        if self._latest is not None and self._again:
+            self._given.update(dict.fromkeys(self._latest, self._again))
+        self._again = 0
+
     def closed(self, parts: Collection[int]) -> None:
         """These parts start anew; their sums were reset by the program that closed them."""
+        self._count_again()
+        self._latest = None
         for held in (self._in_window, self._given):
             for name in [name for name in held if self._part_of[name] in parts]:
                 del held[name]

@@ -37,6 +37,7 @@ from gradsync_fx.planning.invariants import find_invariants, with_early_sums
 from gradsync_fx.planning.kept import NOTHING, Invariants
 from gradsync_fx.planning.plan import Plan
 from gradsync_fx.runtime.captured_facts import CapturedFacts
+from gradsync_fx.runtime.program_inputs import ProgramInputs
 from gradsync_fx.runtime.sharing import pieces_of
 from gradsync_fx.runtime.window import NONE
 
@@ -65,11 +66,12 @@ class BuiltProgram:
 
 @dataclass(frozen=True, slots=True)
 class CompiledProgram:
-    """A program that can run. run: takes the list of its inputs, and returns its outputs. waits_for_parameters: on
-    their way, where it reads them; otherwise all have to be there."""
+    """A program that can run. run: takes the list of its inputs, and returns its outputs. inputs: puts that together.
+    waits_for_parameters: on their way, where it reads them; otherwise all have to be there."""
 
     built: BuiltProgram
     run: Compiled
+    inputs: ProgramInputs
     waits_for_parameters: bool
 
     @property
@@ -162,7 +164,8 @@ class ProgramCache:
             self.compile_seconds[name] = seconds = time.perf_counter() - start
             log.info("compiled the %s program in %.2f s", name, seconds)
             waits = bool(built.program.arriving) and is_rewritten(built.program, options)
-            self._compiled[key] = CompiledProgram(built, lowered, waits)
+            inputs = ProgramInputs(built.program.slots)
+            self._compiled[key] = CompiledProgram(built, lowered, inputs, waits)
         return self._compiled[key]
 
     @property

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, cast
 
 import torch
 from torch.profiler import record_function
 
+from gradsync_fx._torch import profiler_enabled
 from gradsync_fx.comm.arrivals import ARRIVALS
 from gradsync_fx.comm.flat_bucket import FlatBuckets
-from gradsync_fx.ir.program import Kind, Program
+from gradsync_fx.ir.program import Kind
 from gradsync_fx.lowering.in_halves import InTwo
 from gradsync_fx.lowering.lower import as_it_is
 from gradsync_fx.optim.opaque import warn_of
@@ -21,12 +23,9 @@ from gradsync_fx.runtime.captured_facts import CapturedFacts
 from gradsync_fx.runtime.consistency import Integrity
 from gradsync_fx.runtime.divisors import Divisors
 from gradsync_fx.runtime.program_cache import CompiledProgram, ProgramCache
+from gradsync_fx.runtime.program_inputs import HeldTensors
 from gradsync_fx.runtime.prologue import HeldForWindow
 from gradsync_fx.runtime.settling import watch_reads
-
-
-_HELD = frozenset((Kind.STATE, Kind.SCALAR))
-HeldTensors = dict[tuple[Kind, Any], torch.Tensor]
 
 
 class ProgramRunner:
@@ -69,7 +68,7 @@ class ProgramRunner:
             self.held.ready(args, sums=bool(compiled.built.kept.deferred))
         held = self._held(compiled, divisors)
         start = time.perf_counter()
-        inputs = self._inputs(program, args, held)
+        inputs = self._inputs(compiled, args, held)
         first = None
         if as_it_is(self._facts.options) and program.first_written is not None:
             first = inputs[program.first_written]
@@ -79,7 +78,7 @@ class ProgramRunner:
         try:
             with (
                 torch.no_grad(),
-                record_function(f"gradsync_fx {self._facts.capture.name}: {program.name}"),
+                self._named_for_profiles(program.name),
                 self.buckets.in_use(),
             ):
                 results, updated = self._run(compiled, inputs, counts)
@@ -97,10 +96,15 @@ class ProgramRunner:
 
     def run_alone(self, compiled: CompiledProgram, args: Sequence[Any]) -> None:
         """A program of a window without a micro-step or an update: it writes what is held, or the sums."""
-        inputs = self._inputs(compiled.program, args, {})
-        label = f"gradsync_fx {self._facts.capture.name}: {compiled.program.name}"
-        with torch.no_grad(), record_function(label):
+        inputs = self._inputs(compiled, args, {})
+        with torch.no_grad(), self._named_for_profiles(compiled.program.name):
             compiled.run(inputs)
+
+    def _named_for_profiles(self, program: str) -> AbstractContextManager[Any]:
+        """A stretch with the step's and the program's name; nothing where nobody looks."""
+        if not profiler_enabled():
+            return nullcontext()
+        return record_function(f"gradsync_fx {self._facts.capture.name}: {program}")
 
     @staticmethod
     def _run(
@@ -139,21 +143,12 @@ class ProgramRunner:
                 held[Kind.SCALAR, (key, i)] = scalar
         return held
 
-    def _inputs(self, program: Program, args: Sequence[Any], held: HeldTensors) -> list[Any]:
-        accumulators, early = self._programs.plan.accumulators, self.held.sums
-        owned: dict[Kind, Any] = {
-            Kind.ACCUMULATOR: {**accumulators, **early} if early else accumulators,
-            Kind.WEIGHT: self._programs.plan.weights,
-            Kind.INVARIANT: self.held.values,
-        }
-        return [
-            owned[slot.kind][slot.key]
-            if slot.kind in owned
-            else held[slot.kind, slot.key]
-            if slot.kind in _HELD
-            else args[slot.key]
-            for slot in program.slots
-        ]
+    def _inputs(
+        self, compiled: CompiledProgram, args: Sequence[Any], held: HeldTensors
+    ) -> list[Any]:
+        plan, early = self._programs.plan, self.held.sums
+        sums = {**plan.accumulators, **early} if early else plan.accumulators
+        return compiled.inputs.bind(args, sums, plan.weights, self.held.values, held)
 
     def _commit(self, compiled: CompiledProgram, results: list[Any], *, updated: bool) -> None:
         """Takes created state off the end of the results, where the programs put it, into the optimizers."""

@@ -126,3 +126,30 @@ def test_a_part_that_closed_is_read_of_what_came_since(monkeypatch: pytest.Monke
     held.weights[1].fill_(6)
     held.added(["first", "second"], weighed=True)
     assert set(held.read_in_window()) == {"first", "second"}
+
+
+def test_terms_of_the_same_parameters_are_counted_call_by_call() -> None:
+    held, same = with_sums(), ("weight",)
+    for calls in range(1, 4):
+        held.added(same, weighed=False)
+        assert held.in_every(["weight"], calls)
+    held.added(same, weighed=False)
+    held.added(("bias",), weighed=False)
+    held.added(same, weighed=False)
+    assert not held.in_every(["weight"], 5)
+    assert held.given().keys() == {"weight", "bias"}
+    held.closed(frozenset({0}))
+    assert held.in_every([], 0)
+    assert not held.given()
+    held.added(same, weighed=False)
+    assert list(held.read_in_window()) == ["weight"]
+    assert held.in_every(["weight"], 1)
+
+
+def test_a_gradient_left_on_any_parameter_is_dropped() -> None:
+    held = with_sums()
+    held.drop_gradients()
+    held.parameters["bias"].grad = torch.zeros_like(held.parameters["bias"])
+    with pytest.warns(UserWarning, match="'bias' had a .grad"):
+        held.drop_gradients()
+    assert held.parameters["bias"].grad is None
