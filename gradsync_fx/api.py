@@ -47,6 +47,7 @@ def optimize(
     overlap_param_gather: bool | None = None,
     commit: Commit | None = None,
     self_check: bool = False,
+    verbose: bool = True,
     backend: Backend = "inductor",
     mode: str | None = None,
     dynamic: bool | None = None,
@@ -73,6 +74,7 @@ def optimize(
     overlap_param_gather: bool | None = None,
     commit: Commit | None = None,
     self_check: bool = False,
+    verbose: bool = True,
     backend: Backend = "inductor",
     mode: str | None = None,
     dynamic: bool | None = None,
@@ -122,6 +124,8 @@ def optimize(train_step: Callable[..., Any] | None = None, **options: Any) -> An
         empty. What it raises refuses, too, and is raised on its own rank.
     self_check (False): before the first call, `step.self_check` with its arguments; raises `VerificationError`, with
         the verdict, where the captured window is not the plain eager one. Logged at INFO where it is.
+    verbose (True): a call that takes longer than two seconds says on stderr what it is doing (tracing, slicing,
+        compiling), on rank 0.
     backend ("inductor"), mode, dynamic, options (None): how programs are lowered, as in `torch.compile`. "aot_eager"
         and "eager" run them with torch's own kernels; a callable gets (GraphModule, example inputs).
     without (()): what Inductor's programs are made without, to compare or to find a fault: "overlap" (waits after the

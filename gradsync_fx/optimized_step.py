@@ -25,6 +25,7 @@ from gradsync_fx.inspection.report import Report
 from gradsync_fx.inspection.uncaptured import describe_eager
 from gradsync_fx.lowering.artifacts import artifact
 from gradsync_fx.options import Options
+from gradsync_fx.progress import LongCall
 from gradsync_fx.runtime.atomic_files import FilePath
 from gradsync_fx.runtime.bound_steps import bound_step
 from gradsync_fx.runtime.checkpoint import load, load_file, save, save_file
@@ -75,6 +76,7 @@ class OptimizedStep(Generic[P, R]):
         self._executor = Executor(options, simulated)
         self._losses = NamedLosses(self._executor.place, self._executor.absent)
         self._to_check = options.self_check
+        self._verbose = options.verbose and simulated is None
         self._simulated, self._train_step = simulated is not None, train_step
         self._dispatch = Dispatch(train_step, self._executor)
         code = getattr(train_step, "__code__", None)
@@ -112,7 +114,7 @@ class OptimizedStep(Generic[P, R]):
         `RanksDisagreeError` and `RankLostError` for ranks apart, `WindowError` for a window that is void; what the
         step itself raises is raised as it is.
         """
-        with USERS_FRAMES, self._one_thread.held(), self._losses:
+        with USERS_FRAMES, self._one_thread.held(), self._losses, LongCall(self._verbose):
             executor = self._executor
             if self._to_check:
                 verdict = self.self_check(*args, **kwargs)
@@ -139,7 +141,7 @@ class OptimizedStep(Generic[P, R]):
         >>> step.micro_step
         0
         """
-        with USERS_FRAMES, self._one_thread.held(), self._losses:
+        with USERS_FRAMES, self._one_thread.held(), self._losses, LongCall(self._verbose):
             self._dispatch.prepare(args, kwargs)
 
     @property
@@ -204,7 +206,7 @@ class OptimizedStep(Generic[P, R]):
         >>> step.optimizer_step, step.pending
         (1, 0)
         """
-        with self._one_thread.held(), self._losses:
+        with self._one_thread.held(), self._losses, LongCall(self._verbose):
             flush(self._executor, on_update)
 
     def settle(self) -> None:
@@ -231,7 +233,7 @@ class OptimizedStep(Generic[P, R]):
         >>> step.sync_gradients
         True
         """
-        with self._one_thread.held(), self._losses:
+        with self._one_thread.held(), self._losses, LongCall(self._verbose):
             skip(self._executor)
 
     def discard(self) -> None:
@@ -341,13 +343,14 @@ class OptimizedStep(Generic[P, R]):
         """
         refuse_other_parallelism(self._train_step, args, kwargs)
         self._executor.settle_all()
-        return check(
-            self._train_step, args, kwargs, self._executor.options, OptimizedStep, _mistakes_of
-        )
+        with LongCall(self._verbose):
+            return check(
+                self._train_step, args, kwargs, self._executor.options, OptimizedStep, _mistakes_of
+            )
 
     def capture(self, *args: P.args, **kwargs: P.kwargs) -> None:
         """Captures a call with these arguments, compiling and running nothing: enough for `report`."""
-        with USERS_FRAMES, self._one_thread.held():
+        with USERS_FRAMES, self._one_thread.held(), LongCall(self._verbose):
             self._dispatch.capture_of(args, kwargs)
 
     def set_gradient_accumulation_steps(self, k: Any) -> None:

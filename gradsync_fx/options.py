@@ -53,6 +53,7 @@ class Options:
     overlap_param_gather: bool | None = None
     commit: Commit | None = None
     self_check: bool = False
+    verbose: bool = True
     backend: Backend = "inductor"
     mode: str | None = None
     dynamic: bool | None = None
@@ -64,7 +65,8 @@ class Options:
         _one_of("reduction", self.reduction, REDUCTIONS)
         _one_of("broadcast_buffers", self.broadcast_buffers, BROADCASTS)
         _one_of("on_unsupported", self.on_unsupported, get_args(Unsupported))
-        for name in ("sync_each_batch", "skip_nonfinite", "shard_optimizer", "self_check"):
+        switches = ("sync_each_batch", "skip_nonfinite", "shard_optimizer", "self_check", "verbose")
+        for name in switches:
             if not isinstance(getattr(self, name), bool):
                 raise _bad(name, getattr(self, name), "True or False")
         if not _is_positive(self.bucket_cap_mb):
@@ -182,6 +184,7 @@ class BackendOptions(TypedDict, total=False):
     overlap_param_gather: bool | None
     commit: Commit | None
     self_check: bool
+    verbose: bool
     backend: Backend
     mode: str | None
     dynamic: bool | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import warnings
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gradsync_fx import progress
 from tests.eagerly import asked, eagerly
 from tests.workers import Ranks
 
@@ -27,6 +29,12 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _silent() -> None:
+    """Compilations under test say nothing on stderr, which some tests read."""
+    progress.PATIENCE = math.inf
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -26,6 +26,7 @@ GROUND = {
     "scaling",
     "gc_off",
     "wording",
+    "progress",
     "code_uses",
     "classes",
 }

@@ -44,6 +44,7 @@ ELSEWHERE = {
     "on_unsupported": "no row is refused; eager windows: tests/eagerly.py",
     "rank_timeout": "test_faults.py",
     "self_check": "test_self_check.py",
+    "verbose": "test_progress.py",
     "backend": "Inductor everywhere here; the others: nearly all other tests",
     "mode": "test_options.py",
     "dynamic": "test_shapes.py",

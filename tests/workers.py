@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import multiprocessing
 import os
 import pickle
@@ -31,9 +32,11 @@ def serve(rank: int, world: int, store: str, pipe: Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
 
+    from gradsync_fx import progress
     from tests.eagerly import asked, eagerly
 
     torch.set_num_threads(1)
+    progress.PATIENCE = math.inf
     warnings.simplefilter("error", UserWarning)
     warnings.filterwarnings("ignore", "the step runs eagerly")
     # Scenarios leave windows open.

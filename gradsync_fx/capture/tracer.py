@@ -62,6 +62,7 @@ from gradsync_fx.errors import (
 from gradsync_fx.ir.ops import LEAF_GRAD, UPDATE, argument
 from gradsync_fx.ir.program import Kind, Leaf, Slot, Step, writes
 from gradsync_fx.optim.state import parameters_of
+from gradsync_fx.progress import stage
 from gradsync_fx.wording import name_of
 
 
@@ -177,7 +178,8 @@ class _Scoped:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         fresh = Observed(self._demand.parameters, self._after_program, self._read_lists)
         fresh.symbols, fresh.within_reach = self._symbols, self._within_reach()
-        with compiling(self._rank_timeout), intercepting(fresh) as seen:
+        of = name_of(self.called[0]) if self.called else "the step"
+        with stage(f"tracing {of}"), compiling(self._rank_timeout), intercepting(fresh) as seen:
             try:
                 return self._callback(*args, **kwargs)
             except Exception:

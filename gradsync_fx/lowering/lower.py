@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ from gradsync_fx.passes import AS_IT_IS, FOR_INDUCTOR, FOR_OTHERS, rewrite
 from gradsync_fx.passes.device_numbers import accelerator_of
 from gradsync_fx.passes.pointwise_updates import run_calls
 from gradsync_fx.passes.rewritten import Rewritten, copy_module
+from gradsync_fx.progress import detail
 from gradsync_fx.user_lines import warn_user
 
 
@@ -148,7 +150,11 @@ def _inductor(
         # It would put each reduction right before its wait.
         patches.setdefault("reorder_for_locality", False)
 
+    graphs = 1 + len(rewritten.updates) + (halves is not None and halves.second is not None)
+    numbered = count(1)
+
     def compiled(module: GraphModule, inputs: list[Any], fake_mode: Any, how: How) -> Compiled:
+        detail(f"{next(numbered)}/{graphs}")
         module.recompile()  # Inductor's cache knows a module by its code
         shared = "shared_compile" not in options.without
         spare = copy_module(module)  # Inductor changes what it compiles
@@ -165,7 +171,9 @@ def _inductor(
             id(getattr(module, str(n.target))) for n in module.graph.find_nodes(op="get_attr")
         ]
         key = f"{program_fingerprint(module, inputs, patches)} {constants}"
-        if key not in known:
+        if key in known:
+            next(numbered)
+        else:
             known[key] = compiled(module, inputs, fake_mode, plain)
         return known[key]
 

@@ -25,6 +25,7 @@ from gradsync_fx.optim.shares import Shares, created_elsewhere
 from gradsync_fx.optim.state import State, in_groups, initial_state, parameters_of
 from gradsync_fx.optim.trace import trace_update
 from gradsync_fx.optim.update import Update
+from gradsync_fx.progress import stage
 
 
 log = logging.getLogger(__name__)
@@ -141,7 +142,7 @@ class Binding:
                 return known
         if len(self._traces) >= MOST_TRACES[is_torchs(self.optimizer)]:
             raise Unseen("what its code reads changes too often")
-        with self._on_stand_ins():
+        with self._on_stand_ins(), stage(f"tracing {type(self.optimizer).__name__}.step"):
             self._traces.append(self._fresh(state, footprint))
         return self._traces[-1]
 

@@ -34,6 +34,7 @@ from gradsync_fx.comm.replica_check import check_optimizers, check_replicas, num
 from gradsync_fx.optim.likeness import likeness
 from gradsync_fx.options import Options
 from gradsync_fx.planning.setting import Setting, shared_options
+from gradsync_fx.progress import stage
 from gradsync_fx.runtime.accumulators import Accumulators
 from gradsync_fx.runtime.ballot import Ballot
 from gradsync_fx.runtime.capture_cache import Catalogue
@@ -103,7 +104,7 @@ class Executor:
         self._line = Line(setting.group, self.options.rank_timeout)
         shared = {n: p for n, p in step.objects.parameters.items() if n not in setting.ignored}
         if setting.group is not None:
-            with self.integrity.among_ranks():
+            with self.integrity.among_ranks(), stage("comparing parameters with the other ranks"):
                 alike = shared_options(setting, self.options)
                 updates = self._updates(step)
                 check_replicas(self._line, alike, shared, setting.shared_buffers, updates)

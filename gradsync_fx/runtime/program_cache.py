@@ -36,6 +36,7 @@ from gradsync_fx.passes.update import update_key
 from gradsync_fx.planning.invariants import find_invariants, with_early_sums
 from gradsync_fx.planning.kept import NOTHING, Invariants
 from gradsync_fx.planning.plan import Plan
+from gradsync_fx.progress import stage
 from gradsync_fx.runtime.captured_facts import CapturedFacts
 from gradsync_fx.runtime.program_inputs import ProgramInputs
 from gradsync_fx.runtime.sharing import pieces_of
@@ -153,14 +154,15 @@ class ProgramCache:
             capture, options = self._facts.capture, self._facts.options
             start, journal = time.perf_counter(), self.journal
             with compile_lock, compiling(options.rank_timeout):
-                built = build()
-                mode = capture.fake_mode
+                with stage("slicing a program out of the step"):
+                    built = build()
+                name, mode = built.program.name, capture.fake_mode
                 one = partial(
                     lower, fake_mode=mode, options=options, journal=journal, known=self._updates
                 )
                 tensors = {**capture.buffers, **capture.parameters}
-                lowered = in_stages(built.program, one, tensors, journal)
-            name = built.program.name
+                with stage(f"compiling the {name} program"):
+                    lowered = in_stages(built.program, one, tensors, journal)
             self.compile_seconds[name] = seconds = time.perf_counter() - start
             log.info("compiled the %s program in %.2f s", name, seconds)
             waits = bool(built.program.arriving) and is_rewritten(built.program, options)
