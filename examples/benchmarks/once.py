@@ -79,7 +79,7 @@ def made(kind, width, rows, without):
     """An optimized step, and the batches of a window."""
     torch.manual_seed(0)
     if kind == "autocast_gpt":
-        model = GPT(width=352, depth=2)
+        model = GPT(width=352, depth=2, length=512)
         data = [(torch.randint(0, 128, (1, rows)),) for _ in range(K)]
     else:
         model = nn.Sequential(
