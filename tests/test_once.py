@@ -50,6 +50,75 @@ def test_compiled_and_clipped(kind: str) -> None:
 
 @pytest.mark.captured
 @pytest.mark.parametrize("kind", once.KINDS)
+def test_the_forward_is_bitwise_what_it_is_without(kind: str) -> None:
+    """In the first window, before any update."""
+    ours = once.Optimized(kind, 4).run(4)
+    without = once.Optimized(kind, 4, without=("invariants",)).run(4)
+    assert ours.losses == without.losses
+
+
+@pytest.mark.captured
+def test_gradients_of_two_backwards() -> None:
+    """The first one's is a part of the second one's sum."""
+
+    def trained(optimized: bool) -> nn.Module:
+        model = once.model("weight norm")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            other = model(x.tanh()).square().mean()
+            other.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        if optimized:
+            step = gradsync_fx.optimize(
+                train_step, gradient_accumulation_steps=3, backend="aot_eager"
+            )
+            with once.all_of_it():
+                for call in range(6):
+                    step(*once.batch(call))
+            assert "fold" in step.programs
+            return model
+        for call in range(6):
+            x, y = once.batch(call)
+            (nn.functional.cross_entropy(model(x), y) / 3).backward()
+            (model(x.tanh()).square().mean() / 3).backward()
+            if call % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        return model
+
+    for ours, theirs in zip(trained(True).parameters(), trained(False).parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.captured
+def test_a_held_value_that_the_step_returns_is_the_callers_own() -> None:
+    model = once.model("weight norm")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        layer = model[0]
+        nn.functional.cross_entropy(model(x), y).backward()
+        weight: torch.Tensor = layer.weight
+        optimizer.step()
+        optimizer.zero_grad()
+        return weight
+
+    step = gradsync_fx.optimize(train_step, gradient_accumulation_steps=2, backend="aot_eager")
+    with once.all_of_it():
+        seen = [step(*once.batch(call)) for call in range(4)]
+    assert torch.equal(seen[0], seen[1])
+    assert not torch.equal(seen[1], seen[2]), "the update changed it"
+    assert torch.equal(seen[2], seen[3])
+
+
+@pytest.mark.captured
+@pytest.mark.parametrize("kind", once.KINDS)
 def test_no_op_of_a_held_value_is_left(kind: str) -> None:
     """In the accumulate program nothing is computed of parameters alone, but views of what is held."""
     ours = once.Optimized(kind, 3).run(3)

@@ -51,6 +51,13 @@ class Integrity:
         """A program, or what stands in for one, is about to run."""
         self._open |= UPDATE | SUMS if updates else SUMS
 
+    @contextmanager
+    def summing(self) -> Iterator[None]:
+        """Running sums are written between or ahead of programs; what was marked before stays marked."""
+        before, self._open = self._open, self._open | SUMS
+        yield
+        self._open = before
+
     def spared(self) -> None:
         """It failed before its first write."""
         self._open &= MEETING

@@ -119,6 +119,7 @@ class ProgramCache:
         self.bindings = _bind(facts)
         self._divides = False
         self._kept: Invariants | None = None
+        self._kept_key: tuple[str, ...] = ()
         self._steps, self._sums_early = facts.options.steps, True
         self.journal = Journal()
         self.by_name: dict[str, Program] = {}
@@ -178,6 +179,7 @@ class ProgramCache:
             k = min(n or _UNKNOWN for n in self._steps)
             found = find_invariants(self.plan, k) if allowed else NOTHING
             self._kept = with_early_sums(found, lambda _: self._sums_early)
+            self._kept_key = self._kept.key()
         return self._kept
 
     def change_steps(self, steps: tuple[int, ...]) -> None:
@@ -249,8 +251,9 @@ class ProgramCache:
         traced = {n: b.trace() for n, b in self.bindings.items() if b.part in closing}
         if self._facts.shares:
             refuse_opaque(traced.values())
-        held = () if tail else self.kept.key()
-        return (closing, tail, by_name, held, *map(id, traced.values())), traced
+        held = NOTHING if tail else self.kept
+        key = () if not held.held else self._kept_key
+        return (closing, tail, by_name, key, *map(id, traced.values())), traced
 
     def _build(self, key: tuple[Any, ...], traced: dict[str, Update | Opaque]) -> BuiltProgram:
         closing, tail, by_name, *_ = key

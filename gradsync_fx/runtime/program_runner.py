@@ -34,7 +34,7 @@ class ProgramRunner:
 
     def __init__(self, facts: CapturedFacts, programs: ProgramCache, integrity: Integrity) -> None:
         self._facts, self._programs, self._integrity = facts, programs, integrity
-        self.held = HeldForWindow(facts, programs, self.run_alone)
+        self.held = HeldForWindow(facts, programs, integrity, self.run_alone)
         self.measured: dict[str, tuple[int, float]] = {}
         self.masked: tuple[torch.Tensor, Callable[[], None]] | None = None
         self._warned: set[str] = set()

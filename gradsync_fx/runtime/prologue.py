@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
+from gradsync_fx.planning.kept import NOTHING
 from gradsync_fx.runtime.captured_facts import CapturedFacts
+from gradsync_fx.runtime.consistency import Integrity
 from gradsync_fx.runtime.program_cache import CompiledProgram, ProgramCache
 from gradsync_fx.runtime.writes_seen import Snapshot
 
@@ -30,23 +32,25 @@ class HeldForWindow:
         self,
         facts: CapturedFacts,
         programs: ProgramCache,
+        integrity: Integrity,
         run: Callable[[CompiledProgram, Sequence[Any]], None],
     ) -> None:
         self._facts, self._programs, self._run = facts, programs, run
+        self._integrity = integrity
         self.values: list[torch.Tensor] = []
         self.sums: dict[str, torch.Tensor] = {}
         self._made_of: Snapshot | None = None
-        self._for: tuple[str, ...] = ()
+        self._for = NOTHING
         self._part_of: dict[str, int] = {}
         self._open = False  # whether sums may hold terms
 
     def ready(self, args: Sequence[Any], *, sums: bool) -> None:
         """Before a program that reads what is held. sums: it adds to the early sums, too."""
         kept = self._programs.kept
-        if self._for != kept.key():
+        if self._for is not kept:
             self.fold()
             self._make_room()
-            self._for, self._made_of = kept.key(), None
+            self._for, self._made_of = kept, None
         watched = [args[i] for i in kept.watched]
         if self._made_of is None or not self._made_of.matches(watched):
             self.fold()
@@ -59,8 +63,9 @@ class HeldForWindow:
     def fold(self) -> None:
         """Puts what was summed early into the accumulators, by the parameters that it was summed with."""
         if self._open:
-            self._run(self._programs.fold(), [])
-            self._open = False
+            with self._integrity.summing():
+                self._run(self._programs.fold(), [])
+                self._open = False
 
     def drop(self, parts: Collection[int]) -> None:
         """The terms of these parts of the window are done with, or go; parameters are others from here on."""
