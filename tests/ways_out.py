@@ -153,8 +153,8 @@ WAYS_OUT: dict[str, str | Untried] = {
     + "a_checks_objects_are_arguments",
     "capture/counts.py:FollowedNumber.check keep it in an attribute,": STEPS
     + "a_count_in_an_attribute_or_outside",
-    "diagnose.py:diagnose pass the number of micro": WINDOWS + "a_diagnosis_of_a_loop",
-    "diagnose.py:diagnose pass a function that run": WINDOWS + "a_diagnosis_of_a_loop",
+    "eager_loops.py:diagnose pass the number of micro": WINDOWS + "a_diagnosis_of_a_loop",
+    "eager_loops.py:diagnose pass a function that run": WINDOWS + "a_diagnosis_of_a_loop",
     "comm/drift.py:Drift._find look for what is not the": Untried(
         "how to look further, where parameters drift apart"
     ),
