@@ -142,7 +142,8 @@ def find_deferred(
                 work=frozenset(work),
                 reads=reads,
                 saved=seconds(live - kept, rates) + shrunk - grown,
-                once=seconds(work, rates) + copying(held + sums, rates) + shrunk,
+                # The sums are read, added to the last terms, handed to the work as values of their own, and emptied.
+                once=seconds(work, rates) + copying(held + 3 * sums, rates) + shrunk,
             )
         )
     return found

@@ -26,12 +26,13 @@ from gradsync_fx.ir.memory import viewed
 
 
 # The part of the window's accumulate calls that has to be saved for anything to be kept.
-LEAST = 0.01
+LEAST = 0.05
 # The same for what is made of the same parameters.
 LEAST_OF_ONE = 0.0005
-# How much longer torch's own kernels take for a byte than code that a compiler fuses: measured at fake quantisation and
-# at the backward of a weight norm. Merging and rounding by hand are fused, and cost less than a look at the parameters.
-_NOT_FUSED = 6
+# How much longer torch's own kernels take for a byte than code that a compiler fuses; fake quantisation was measured.
+# Merging and rounding by hand are fused, and cost less than a look at the parameters.
+_NOT_FUSED = 3
+_SLOWEST, _FAKE_QUANTISED = 20, "fake_quantize"
 # The part of the free memory that kept values may take.
 _OF_FREE_MEMORY = 0.25
 
@@ -70,9 +71,14 @@ def seconds(nodes: Collection[Node], rates: Rates) -> float:
         mine = flops_of(node)
         size = sum(bytes_of_value(n) for n in _inputs(node) if lies_in_memory(n))
         size += bytes_of_value(node) if lies_in_memory(node) else 0
-        is_compiled = mine or _is_fused(node) or _reduces(node)
-        flops, moved = flops + mine, moved + (size if is_compiled else _NOT_FUSED * size)
+        flops, moved = flops + mine, moved + (size if mine else _slowness(node) * size)
     return flops / rates.flops + moved / rates.bandwidth
+
+
+def _slowness(node: Node) -> int:
+    if _FAKE_QUANTISED in str(node.target):
+        return _SLOWEST
+    return 1 if _is_fused(node) or _reduces(node) else _NOT_FUSED
 
 
 def copying(size: float, rates: Rates) -> float:
