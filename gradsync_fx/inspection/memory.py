@@ -23,7 +23,7 @@ from torch.fx import GraphModule, Node
 
 from gradsync_fx._torch import OpOverload
 from gradsync_fx.inspection.tensors import size_in_bytes
-from gradsync_fx.ir.memory import viewed
+from gradsync_fx.ir.memory import base_of_views, viewed
 from gradsync_fx.ir.program import writes
 
 
@@ -88,7 +88,7 @@ def _written_down(module: GraphModule) -> dict[Node, set[Node]]:
     for node in module.graph.nodes:
         if not _is_view(node):
             for given in node.all_input_nodes:
-                readers.setdefault(_base(given), []).append(node)
+                readers.setdefault(base_of_views(given), []).append(node)
     found: dict[Node, set[Node]] = {}
     fused: dict[Node, tuple[set[Node], int]] = {}
     for node in module.graph.nodes:
@@ -96,7 +96,7 @@ def _written_down(module: GraphModule) -> dict[Node, set[Node]]:
             continue
         reads: set[Node] = set()
         ops = 1
-        for given in map(_base, node.all_input_nodes):
+        for given in map(base_of_views, node.all_input_nodes):
             through, count = fused.get(given, ({given}, 0))
             reads |= through
             ops += count
@@ -121,7 +121,7 @@ def _last_reads(module: GraphModule, sources: dict[Node, set[Node]]) -> dict[Nod
     for node, reads in sources.items():
         last.update(dict.fromkeys(reads, node))
     (out,) = module.graph.find_nodes(op="output")
-    last.update(dict.fromkeys(map(_base, out.all_input_nodes), out))
+    last.update(dict.fromkeys(map(base_of_views, out.all_input_nodes), out))
     return last
 
 
@@ -152,16 +152,6 @@ def _is_view(node: Node) -> bool:
         and node.target is not operator.getitem
         and viewed(node.target) is not None
     )
-
-
-def _base(node: Node) -> Node:
-    while _is_view(node):
-        index = viewed(node.target)
-        base = node.args[index] if index is not None else None
-        if not isinstance(base, Node):
-            break
-        node = base
-    return node
 
 
 def _is_elementwise(node: Node) -> bool:

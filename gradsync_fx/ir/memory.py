@@ -69,6 +69,17 @@ def base_of(node: Node, also: Collection[Any] = ()) -> Node:
         node = base
 
 
+def base_of_views(node: Node) -> Node:
+    """The node that made what a value is a view of; the item, of one that made several."""
+    while node.op == "call_function" and node.target is not operator.getitem:
+        index = viewed(node.target)
+        base = None if index is None else node.args[index]
+        if not isinstance(base, Node):
+            break
+        node = base
+    return node
+
+
 def form_apart(value: Any) -> Any:
     """A fake value of the same shape, strides and dtype, with a storage of its own."""
     return value.new_empty_strided(value.shape, value.stride())

@@ -15,11 +15,11 @@ from torch.fx import Node, map_arg
 
 from gradsync_fx.ir.builder import Draft
 from gradsync_fx.ir.linear import LinearIn
+from gradsync_fx.ir.memory import base_of_views
 from gradsync_fx.ir.ops import LEAF_GRAD, argument
 from gradsync_fx.ir.program import Kind, Slot
 from gradsync_fx.passes.sums import accumulator, add_to_accumulator, reset
 from gradsync_fx.planning.plan import Plan
-from gradsync_fx.planning.worth import base_of_views
 
 
 _aten = torch.ops.aten

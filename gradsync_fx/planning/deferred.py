@@ -16,12 +16,12 @@ from torch.fx import Node
 from gradsync_fx.ir.dataflow import upstream
 from gradsync_fx.ir.flops import bytes_of_value
 from gradsync_fx.ir.linear import LinearIn
+from gradsync_fx.ir.memory import base_of_views
 from gradsync_fx.ir.ops import argument
 from gradsync_fx.planning.kept import Deferred
 from gradsync_fx.planning.worth import (
     Rates,
     adding,
-    base_of_views,
     copying,
     is_view,
     seconds,

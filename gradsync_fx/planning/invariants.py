@@ -18,6 +18,7 @@ from gradsync_fx.ir import ops
 from gradsync_fx.ir.dataflow import upstream
 from gradsync_fx.ir.flops import bytes_of_value
 from gradsync_fx.ir.linear import LinearIn, invariant_nodes
+from gradsync_fx.ir.memory import base_of_views
 from gradsync_fx.ir.ops import argument
 from gradsync_fx.ir.program import Kind, Slot, output_values, writes
 from gradsync_fx.planning import worth
@@ -28,7 +29,7 @@ from gradsync_fx.planning.plan import Bucket, Plan, Reduction
 
 @dataclass(slots=True)
 class _Unit:
-    """Values and sums that are made of the same tensors: kept together, or not at all. once: seconds of a window."""
+    """Values and sums that are made of the same tensors: kept together, or not at all."""
 
     tensors: set[Node]
     frontier: list[Node]
@@ -155,7 +156,7 @@ class _Analysis:
         """The invariant values that the rest of an accumulate call reads, in order."""
         live = self._live(deferred)
         read = {
-            worth.base_of_views(n)
+            base_of_views(n)
             for node in live
             if node not in self.invariant
             for n in node.all_input_nodes

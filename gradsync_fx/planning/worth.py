@@ -13,6 +13,7 @@ its FLOPs. The constants are orders of magnitude of one core and of one accelera
 from __future__ import annotations
 
 import math
+import operator
 import os
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ import torch
 from torch.fx import Node
 
 from gradsync_fx.ir.flops import bytes_of_value, flops_of
-from gradsync_fx.ir.memory import viewed
+from gradsync_fx.ir.memory import base_of_views, viewed
 
 
 # The part of the window's accumulate calls that has to be saved for anything to be kept.
@@ -118,20 +119,8 @@ def _free_on_host() -> float:
 def is_view(node: Node) -> bool:
     """Whether a node computes nothing: another look at a tensor, an item of several."""
     return node.op == "call_function" and (
-        getattr(node.target, "__name__", "") == "getitem" or viewed(node.target) is not None
+        node.target is operator.getitem or viewed(node.target) is not None
     )
-
-
-def base_of_views(node: Node) -> Node:
-    """The node that made what a value is a view of; the item, of one that made several."""
-    while node.op == "call_function" and (index := viewed(node.target)) is not None:
-        if getattr(node.target, "__name__", "") == "getitem":
-            break
-        base = node.args[index]
-        if not isinstance(base, Node):
-            break
-        node = base
-    return node
 
 
 def _inputs(node: Node) -> list[Node]:
