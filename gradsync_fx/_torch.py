@@ -1,4 +1,4 @@
-"""The one module that names private or version-dependent parts of torch; those for CUDA: _torch_cuda.py.
+"""The one module that names private or version-dependent parts of torch; those for C++ and CUDA: _torch_c*.py.
 
 Seen in torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0; docs/versions.md has what passed there (`make test-torch`). A name
 that is gone raises `VersionError` at the first use of the package, with torch's version, ours, and the tested range.

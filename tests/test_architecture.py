@@ -20,6 +20,7 @@ GROUND = {
     "choices",
     "options",
     "_torch",
+    "_torch_cpp",
     "_torch_cuda",
     "threads",
     "user_lines",
@@ -178,7 +179,11 @@ def test_every_module_is_reached_by_a_test() -> None:
     assert code - reached_from({*tried, "__main__"}) == set()
 
 
-PRIVATE_TORCH = {"_torch", "_torch_cuda"}  # always; and where code for a CUDA target is made
+PRIVATE_TORCH = {
+    "_torch",
+    "_torch_cpp",
+    "_torch_cuda",
+}  # always; and where code for a CUDA target is made
 
 
 def test_private_torch_stays_in_its_files() -> None:

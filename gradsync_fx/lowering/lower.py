@@ -36,6 +36,7 @@ from gradsync_fx.ir.journal import Journal
 from gradsync_fx.ir.program import Program, output_values
 from gradsync_fx.lowering.compile_lock import compile_once, program_fingerprint
 from gradsync_fx.lowering.in_halves import InHalves
+from gradsync_fx.lowering.kernels_together import kernels_together
 from gradsync_fx.lowering.number_vector import NumberVector, with_vector
 from gradsync_fx.lowering.recording import Recorded, held_inputs, recording_of, warn_once
 from gradsync_fx.options import Options
@@ -279,6 +280,7 @@ def _compiled(
         inductor_config.patch(how.settings),
         in_order_with_collectives(*_ordered(module)),
         loops_split_evenly(),
+        kernels_together(),
     ):
         module = inductor_joint_passes(module)
         (out,) = module.graph.find_nodes(op="output")

@@ -1,0 +1,126 @@
+"""The private parts of Inductor that compile C++ kernels and load them.
+
+Beside _torch.py, as that file is long. Seen in torch 2.13.0; a name that is gone raises `VersionError`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from torch import _C as torch_c
+
+from gradsync_fx._torch import check_names, missing_name
+
+
+try:
+    from torch._inductor.async_compile import AsyncCompile, get_compile_threads, kernel_code_log
+    from torch._inductor.codecache import (
+        CppPythonBindingsCodeCache,
+        LambdaFuture,
+        write_atomic,
+    )
+    from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+    from torch._inductor.exc import CppCompileError
+    from torch._inductor.utils import clear_on_fresh_cache
+except ImportError as missing:
+    raise missing_name(str(missing)) from missing
+
+# Where the function is that finds a tensor's memory; kernels ask the environment for it.
+_POINTER = "_torchinductor_pyobject_tensor_data_ptr"
+
+check_names(
+    (
+        (AsyncCompile, "cpp_pybinding"),
+        (AsyncCompile, "submit"),
+        (CppPythonBindingsCodeCache, "load_async"),
+        (CppPythonBindingsCodeCache, "suffix_template"),
+        (torch_c._dynamo.guards, _POINTER),
+    )
+)
+
+CppKernel = Callable[..., Any]
+
+
+def in_place_of_cpp_kernels(
+    function: Callable[[Any, list[str], str], Any],
+) -> AbstractContextManager[Any]:
+    """Has generated code call `function(async_compile, types of the arguments, source)` for a kernel in C++."""
+    return mock.patch.object(AsyncCompile, "cpp_pybinding", function)
+
+
+def plain_cpp_kernel(compiling: Any, types: list[str], source: str) -> Any:
+    """What Inductor itself does for a kernel: one file, one library."""
+    return _PLAIN(compiling, types, source)
+
+
+_PLAIN: Any = vars(AsyncCompile)["cpp_pybinding"]
+
+
+def kernel_is_logged(source: str) -> None:
+    """Shows the source of a kernel where `TORCH_LOGS=kernel_code` asks for it."""
+    kernel_code_log.info("CPP+Bindings CppKernel:\n%s", source)
+
+
+def binding_of(number: int, types: list[str]) -> str:
+    """Source that makes the C function `kernel_<number>` a module of Python's, of that name."""
+    cache = CppPythonBindingsCodeCache
+    arguments = ", ".join(
+        f"parse_arg<{kind.replace('const ', '')}>(args, {i})" for i, kind in enumerate(types)
+    )
+    name = f"kernel_{number}"
+    return cache.suffix_template.format(
+        arg_len=len(types),
+        call_entry_func=cache.call_entry_function.replace("kernel", name).format(arguments),
+        entry_func=name,
+        extra_parse_arg=cache.extra_parse_arg,
+    )
+
+
+def compile_command() -> str:
+    """The command that compiles a file of kernels, but for the names of files."""
+    options = CppTorchDeviceOptions(
+        vec_isa=pick_vec_isa(),
+        device_type="cpu",
+        **CppPythonBindingsCodeCache.cpp_compile_command_flags,
+    )
+    return CppBuilder(name="o", sources="i", BuildOption=options).get_command_line()
+
+
+@clear_on_fresh_cache
+class _Library(CppPythonBindingsCodeCache):
+    """Libraries of several kernels: compiled as those of one, and left to `loaded_kernel`."""
+
+    cache: dict[str, Any] = {}
+    cache_clear = staticmethod(cache.clear)
+
+    @classmethod
+    def _load_library_inner(cls, path: str, key: str) -> Any:
+        return SimpleNamespace(path=path)
+
+
+def started_library(source: str) -> Callable[[], Path]:
+    """Begins to compile a file of kernels, unless it is there; what is returned waits, and gives the library's path."""
+    load = _Library.load_async(source, submit_fn=AsyncCompile.submit)
+    return lambda: Path(load().path)
+
+
+def loaded_kernel(library: Path, number: int) -> CppKernel:
+    """A kernel of a library. Raises `ImportError` or `OSError` where the library is damaged."""
+    pointer = getattr(torch_c._dynamo.guards, _POINTER)
+    os.environ[_POINTER.upper()] = str(pointer)
+    name = f"kernel_{number}"
+    spec = importlib.util.spec_from_file_location(f"{library.stem}.{name}", library)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{library} is no library")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    kernel: CppKernel = getattr(module, name)
+    return kernel
