@@ -23,7 +23,14 @@ Steps = int | Literal["manual"] | Mapping[Optimizer, int]
 Unsupported = Literal["error", "eager"]
 # What makes a program faster and not another one (lower.py, shareable.py, compile_lock.py, invariants.py).
 Optimization = Literal[
-    "overlap", "in_place", "shared_memory", "products", "updates", "shared_compile", "invariants"
+    "overlap",
+    "in_place",
+    "shared_memory",
+    "products",
+    "updates",
+    "shared_compile",
+    "invariants",
+    "blocks",
 ]
 OPTIMIZATIONS: tuple[str, ...] = get_args(Optimization)
 Backend = str | Callable[..., Any]

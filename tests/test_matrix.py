@@ -28,7 +28,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "reduce_dtype": (None, "bfloat16", "float16"),
     "accumulator_dtype": (None, "float64"),
     "bucket_cap_mb": (25.0, 0.001),
-    "model": ("small", "large", "normed"),
+    "model": ("small", "large", "normed", "deep"),
     "k": (2, 1, 3),
     "wrap": ("ddp", "plain"),
     "divided": (None, "updates", "inside", "between", "hidden"),

@@ -41,9 +41,10 @@ from gradsync_fx.lowering.number_vector import NumberVector, with_vector
 from gradsync_fx.lowering.recording import Recorded, held_inputs, recording_of, warn_once
 from gradsync_fx.options import Options
 from gradsync_fx.passes import AS_IT_IS, FOR_INDUCTOR, FOR_OTHERS, rewrite
+from gradsync_fx.passes.blocks import BODIES, name_body
 from gradsync_fx.passes.device_numbers import accelerator_of
 from gradsync_fx.passes.pointwise_updates import run_calls
-from gradsync_fx.passes.rewritten import Rewritten, copy_module
+from gradsync_fx.passes.rewritten import Block, Rewritten, copy_module
 from gradsync_fx.progress import detail
 from gradsync_fx.user_lines import warn_user
 
@@ -151,7 +152,8 @@ def _inductor(
         # It would put each reduction right before its wait.
         patches.setdefault("reorder_for_locality", False)
 
-    graphs = 1 + len(rewritten.updates) + (halves is not None and halves.second is not None)
+    graphs = 1 + len(rewritten.updates) + len(rewritten.blocks)
+    graphs += halves is not None and halves.second is not None
     numbered = count(1)
 
     def compiled(module: GraphModule, inputs: list[Any], fake_mode: Any, how: How) -> Compiled:
@@ -178,12 +180,25 @@ def _inductor(
             known[key] = compiled(module, inputs, fake_mode, plain)
         return known[key]
 
+    def body(block: Block) -> None:
+        """What repeats, in this program and in others, of any step."""
+        inputs = _values(block.module)
+        block.module.recompile()
+        name = program_fingerprint(block.module, inputs, patches)
+        name_body(rewritten, block, name)
+        if name in BODIES:
+            next(numbered)
+        else:
+            BODIES[name] = compiled(block.module, inputs, rewritten.fake_mode, plain)
+
     values = _values(rewritten.main)
     plain = How({**patches, GRAPHS: False}, inference=device is not None)
     asked = patches.get(GRAPHS, inductor_config.triton.cudagraphs)
     recording = recording_of(rewritten, asked=asked)
     if asked and options.mode in (None, "reduce-overhead"):  # in others it is one thing of many
         warn_once(recording, journal.recordings)
+    for block in rewritten.blocks:
+        body(block)
     if halves is not None:
         first = compiled(halves.first, _values(halves.first), rewritten.fake_mode, plain)
     elif asked and not recording.never:

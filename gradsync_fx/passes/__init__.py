@@ -27,6 +27,7 @@ from gradsync_fx.passes.accumulate import (
     leave_parameters,
 )
 from gradsync_fx.passes.base import LoweringPass, Pass, check_graphs, run_passes
+from gradsync_fx.passes.blocks import outline_blocks
 from gradsync_fx.passes.check_lowered import check_lowered
 from gradsync_fx.passes.device_numbers import numbers_on_device
 from gradsync_fx.passes.fuse import add_products, norms_as_sums, numbers_as_tensors, write_early
@@ -117,6 +118,7 @@ FOR_INDUCTOR: list[tuple[str, LoweringPass]] = [
     (ALWAYS, arrive_before_use),
     (ALWAYS, cut_in_halves),
     (ALWAYS, hide_gathers),
+    ("blocks", outline_blocks),
 ]
 FOR_OTHERS: list[tuple[str, LoweringPass]] = [
     (ALWAYS, inline_bodies),

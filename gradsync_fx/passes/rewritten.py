@@ -88,6 +88,17 @@ class Cut:
         return list(dict.fromkeys(c.kernel for c in self.calls if isinstance(c, KernelCall)))
 
 
+@dataclass(slots=True, eq=False)
+class Block:
+    """What repeats in the graph that is compiled, once; called by name, until lowering gives it another one.
+
+    module: its graph. Inputs: what it writes in place, then what it only reads.
+    """
+
+    module: GraphModule
+    name: str
+
+
 @dataclass(frozen=True, slots=True)
 class HiddenGather:
     """What is left of a gather of new parameters when it has started: the wait, and the writes.
@@ -151,6 +162,7 @@ class Rewritten:
     fake_mode: of the values in `main`.
     cut: empty until `cut_updates`.
     updates: what is compiled of each kernel: a copy of its graph.
+    blocks: bodies of layers, which the graph that is compiled calls.
     settings: Inductor's, unless the user sets them.
     halves: what is compiled of `main`, where it is cut in two.
     exchanged: what goes through memory in place of collectives of pieces.
@@ -162,6 +174,7 @@ class Rewritten:
     numbers: tuple[int, ...] = ()
     cut: Cut = field(default_factory=Cut)
     updates: dict[Kernel, GraphModule] = field(default_factory=dict)
+    blocks: list[Block] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
     halves: Halves | None = None
     exchanged: Exchanged = Exchanged()
@@ -184,7 +197,7 @@ class Rewritten:
         """All its graphs, the main one first."""
         halves = self.halves.modules() if self.halves else []
         halves += [h.module for h in self.halves.hidden] if self.halves else []
-        return [self.main, *halves, *self.updates.values()]
+        return [self.main, *halves, *self.updates.values(), *(b.module for b in self.blocks)]
 
 
 def copy_module(module: GraphModule) -> GraphModule:

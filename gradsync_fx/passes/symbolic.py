@@ -27,6 +27,7 @@ from gradsync_fx.comm.inplace_pieces import GATHER_PIECES, START_PIECES
 from gradsync_fx.ir import ops
 from gradsync_fx.ir.memory import viewed, written
 from gradsync_fx.ir.ops import argument
+from gradsync_fx.passes.blocks import RUN_BLOCK
 from gradsync_fx.passes.fuse import ADD_PRODUCT
 from gradsync_fx.passes.join_updates import JOINED
 from gradsync_fx.passes.norms import scales_norms, stacked
@@ -146,6 +147,9 @@ class Machine:
             return [self.bind(self.read(env[n])) for n in argument(node, 0)]
         if scales_norms(node):
             return self.bind(stacked(self.terms, self.read(env[argument(node, 0)])))
+        if target is RUN_BLOCK:
+            given = [env[n] for i in (1, 2) for n in argument(node, i)]
+            return self.run(node.meta["block"].module, given)
         if target is ops.WAIT:
             return self._wait(env[argument(node, 0)])
         if target is _aten.copy_.default:

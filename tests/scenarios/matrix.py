@@ -25,6 +25,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.optim import Optimizer
 
 import gradsync_fx
+from tests.scenarios.blocks import deep, every_layer
 from tests.scenarios.once import all_of_it
 
 
@@ -120,7 +121,13 @@ class Scaled(nn.Module):
         return x * self.scale
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"small": small, "large": large, "normed": normed}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "small": small,
+    "large": large,
+    "normed": normed,  # weights that are computed once per window
+    "deep": deep,  # layers that are compiled once
+}
+FORCED = {"normed": all_of_it, "deep": every_layer}
 
 
 def optimizers_of(row: Row, model: nn.Module) -> list[Optimizer]:
@@ -369,7 +376,7 @@ def combination(rank: int, row: Row) -> dict[str, Any]:
         for known in EXPECTED:
             warnings.filterwarnings("ignore", f".*{known}")
         wanted = truth(row, world, events, copy.deepcopy(model))
-        with all_of_it() if row["model"] == "normed" else nullcontext():
+        with FORCED.get(row["model"], nullcontext)():
             got = ours(row, rank, events, model)
     # A rank whose data has ended sees nothing between that and its flush.
     wanted = [*wanted[: len(got) - 1], wanted[-1]]
