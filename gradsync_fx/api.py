@@ -131,7 +131,8 @@ def optimize(train_step: Callable[..., Any] | None = None, **options: Any) -> An
     without (()): what Inductor's programs are made without, to compare or to find a fault: "overlap" (waits after the
         backward), "in_place" (buckets reduced where they lie), "products" (that add themselves to their sums),
         "updates" (one kernel for parameters of one kind), "shared_compile" (one process of a host compiles for all),
-        "invariants" (what depends on parameters alone is computed once per window), "blocks" (layers are compiled once).
+        "invariants" (what depends on parameters alone is computed once per window), "blocks" (layers are compiled
+        once).
 
     >>> step = gradsync_fx.optimize(train_step, gradient_accumulation_steps=2)
     >>> for x, y in batches:  # x: (rows, 8), y: (rows, 1), as the step wants them

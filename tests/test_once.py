@@ -58,6 +58,14 @@ def test_the_forward_is_bitwise_what_it_is_without(kind: str) -> None:
 
 
 @pytest.mark.captured
+@pytest.mark.parametrize("program", ["boundary", "fold"])
+def test_linear_work_for_several_parameters_is_done_once(program: str) -> None:
+    """The backward of a weight norm gives both of its parameters' gradients in one op."""
+    step = once.Optimized("weight norm", 2).run(4).step
+    assert step.programs[program].code.count("_weight_norm_interface_backward.default") == 2
+
+
+@pytest.mark.captured
 def test_gradients_of_two_backwards() -> None:
     """The first one's is a part of the second one's sum."""
 

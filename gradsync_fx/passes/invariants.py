@@ -69,11 +69,13 @@ def work_on_sums(draft: Draft, plan: Plan) -> None:
             value = draft.of[source]
             with draft.after(value, totals[source]):
                 ends[source] = draft.call(_aten.add.Tensor, totals[source], value)
+        parts: dict[tuple[Node, ...], _LinearPart] = {}
         for leaf, others in group.others.items():
             (marker,) = plan.regions.gradients[leaf]
-            found = {**ends, **{n: draft.of[n] for n in others}}
-            whole = _LinearPart(draft, plan, found, ()).of(argument(marker, 0))
-            draft.of[marker].update_arg(0, whole)
+            if others not in parts:  # an op may work for several leaves
+                found = {**ends, **{n: draft.of[n] for n in others}}
+                parts[others] = _LinearPart(draft, plan, found, ())
+            draft.of[marker].update_arg(0, parts[others].of(argument(marker, 0)))
     draft.sort()
 
 
@@ -93,9 +95,12 @@ def fold_sums(draft: Draft, plan: Plan) -> None:
     written: dict[Node, Node] = {}
     for group in kept.deferred:
         ends = {source: totals[source] for source in group.sources}
+        parts: dict[tuple[Node, ...], _LinearPart] = {}
         for leaf, others in group.others.items():
             (marker,) = plan.regions.gradients[leaf]
-            value = _LinearPart(draft, plan, ends, others).of(argument(marker, 0))
+            if others not in parts:
+                parts[others] = _LinearPart(draft, plan, ends, others)
+            value = parts[others].of(argument(marker, 0))
             assert value is not None
             written[accumulator(draft, plan, leaf)] = add_to_accumulator(draft, plan, leaf, value)
     draft.leave_only(list(written.values()))
