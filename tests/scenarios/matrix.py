@@ -25,6 +25,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.optim import Optimizer
 
 import gradsync_fx
+from gradsync_fx.options import OPTIMIZATIONS
 from tests.scenarios.blocks import deep, every_layer
 from tests.scenarios.once import all_of_it
 
@@ -260,7 +261,7 @@ def options_of(row: Row) -> dict[str, Any]:
         "shard_optimizer": row["divided"] in ("updates", "hidden"),
         "overlap_param_gather": row["divided"] == "hidden",
         "device_mesh": mesh_of(row),
-        "without": tuple(filter(None, [row["without"]])),
+        "without": tuple(name for name in OPTIMIZATIONS if row[f"without {name}"]),
         "backend": row.get("backend", "inductor"),
     }
 
