@@ -134,10 +134,18 @@ def kernels_of(sources: list[Source]) -> dict[Source, CppKernel]:
         for number, source in enumerate(part):
             key = keys[source]
             _LOADED[folder, key] = loaded_kernel(path, number)
-            if path.is_relative_to(folder):
-                where = f"{path.relative_to(folder)} {number}"
-                write_atomic(str(_note(Path(folder), key)), where, make_dirs=True)
+            _write_note(Path(folder), key, path, number)
     return {source: _LOADED[folder, key] for source, key in keys.items()}
+
+
+def _write_note(folder: Path, key: str, library: Path, number: int) -> None:
+    """Without it the next process compiles the kernel again, no more."""
+    if library.is_relative_to(folder):
+        where = f"{library.relative_to(folder)} {number}"
+        try:
+            write_atomic(str(_note(folder, key)), where, make_dirs=True)
+        except OSError as failure:
+            log.info("no note of where a kernel is: %s", failure)
 
 
 def _note(folder: Path, key: str) -> Path:

@@ -49,7 +49,8 @@ _LIBRARY.define("run_block(str body, Tensor(a!)[] written, Tensor[] read) -> Ten
 WORTH_A_CALL = 2e-3
 # Nodes that have to be repetitions: compiling a hundred takes a second or two.
 LEAST = 100
-_TRIES = 8  # places where a stretch may begin, the best first
+# Places where a stretch may begin: how many are looked at, and how many of these, the best first, are tried.
+_PLACES, _TRIES = 64, 8
 _FREE = (_aten.copy_.default, ADD_PRODUCT)  # their only effect is on the sum that they write
 
 # Compiled bodies by name, and what they give: for as long as the process, as Inductor keeps its own code.
@@ -204,7 +205,8 @@ class _Layer:
         if not all(isinstance(n.meta.get("val"), torch.Tensor) for n in (*given, *self.outside)):
             return False
         onto = set(self.written)
-        if any(base_of(n, MAY_ALIAS) in onto for n in self.outside if n not in onto):
+        looks = [*given, *(n for n in self.outside if n not in onto)]
+        if any(base_of(n, MAY_ALIAS) in onto for n in looks):
             return False
         inside, late = set(self.nodes), set[Node]()
         node, last = self.nodes[0], self.nodes[-1]
@@ -233,7 +235,8 @@ def _layers(
         layer = cut(start)[1]
         return len(layer.gives()) + len(layer.takes())
 
-    for start in sorted(range(stretch.slack + 1), key=passing)[:_TRIES]:
+    places = range(0, stretch.slack + 1, stretch.slack // _PLACES + 1)
+    for start in sorted(places, key=passing)[:_TRIES]:
         layers = cut(start)
         alike = len({layer.shape() for layer in layers}) == 1
         if alike and all(layer.can_be_called(order) for layer in layers):
