@@ -69,13 +69,12 @@ def kernel_is_logged(source: str) -> None:
     kernel_code_log.info("CPP+Bindings CppKernel:\n%s", source)
 
 
-def binding_of(number: int, types: list[str]) -> str:
-    """Source that makes the C function `kernel_<number>` a module of Python's, of that name."""
+def binding_of(name: str, types: list[str]) -> str:
+    """Source that makes a C function a module of Python's, of the same name."""
     cache = CppPythonBindingsCodeCache
     arguments = ", ".join(
         f"parse_arg<{kind.replace('const ', '')}>(args, {i})" for i, kind in enumerate(types)
     )
-    name = f"kernel_{number}"
     return cache.suffix_template.format(
         arg_len=len(types),
         call_entry_func=cache.call_entry_function.replace("kernel", name).format(arguments),
@@ -112,11 +111,10 @@ def started_library(source: str) -> Callable[[], Path]:
     return lambda: Path(load().path)
 
 
-def loaded_kernel(library: Path, number: int) -> CppKernel:
-    """A kernel of a library. Raises `ImportError` or `OSError` where the library is damaged."""
+def loaded_kernel(library: Path, name: str) -> CppKernel:
+    """A kernel of a library. Raises `ImportError` or `OSError` where the library is damaged, or has no such kernel."""
     pointer = getattr(torch_c._dynamo.guards, _POINTER)
     os.environ[_POINTER.upper()] = str(pointer)
-    name = f"kernel_{number}"
     spec = importlib.util.spec_from_file_location(f"{library.stem}.{name}", library)
     if spec is None or spec.loader is None:
         raise ImportError(f"{library} is no library")

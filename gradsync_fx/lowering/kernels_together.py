@@ -4,8 +4,9 @@ itself.
     kernels of a program -> not seen before -> as many files as threads -> libraries -> functions
 
 Inductor makes a file and a library of each kernel (seen in 2.13: 0.8 s of headers and 0.5 s of linking for 0.3 s of
-work). Here a few files hold them all, each kernel in a namespace of its own. A kernel that an earlier program had is
-taken from that one's library: a small file for each kernel, beside Inductor's own cache, says where it is.
+work). Here a few files hold them all, each kernel in a namespace of its own, under a name made of its source. A kernel
+that an earlier program had is taken from that one's library: a small file for each kernel, beside Inductor's own cache,
+says where it is. One that says something else leads to no kernel, never to another one: the name is not found.
 """
 
 from __future__ import annotations
@@ -55,10 +56,11 @@ class Source:
     types: tuple[str, ...]
     text: str
 
-    def key(self, command: str) -> str:
-        """Equal for kernels that one library serves."""
+    def name(self, command: str) -> str:
+        """Equal for kernels that one library serves: those of one source, made by the same compiler's command."""
         about = (torch.__version__, command, self.types, self.text)
-        return hashlib.sha256("\0".join(map(str, about)).encode()).hexdigest()
+        digest = hashlib.sha256("\0".join(map(str, about)).encode()).hexdigest()
+        return f"kernel_{digest[:32]}"
 
     @property
     def can_be_joined(self) -> bool:
@@ -118,49 +120,48 @@ class _Batch:
 def kernels_of(sources: list[Source]) -> dict[Source, CppKernel]:
     """The functions of these kernels: known ones, those of libraries on disk, and the rest compiled."""
     folder, command = inductor_cache_dir(), compile_command()
-    keys = {source: source.key(command) for source in sources}
+    names = {source: source.name(command) for source in sources}
     missing = []
-    for source, key in keys.items():
-        if (folder, key) not in _LOADED:
-            found = _on_disk(Path(folder), key)
+    for source, name in names.items():
+        if (folder, name) not in _LOADED:
+            found = _on_disk(Path(folder), name)
             if found is None:
                 missing.append(source)
             else:
-                _LOADED[folder, key] = loaded_kernel(*found)
+                _LOADED[folder, name] = found
     parts = grouped(missing, get_compile_threads())
-    started = [started_library(joined(part)) for part in parts]
+    started = [started_library(joined({names[s]: s for s in part})) for part in parts]
     for part, library in zip(parts, started, strict=True):
         path = library()
-        for number, source in enumerate(part):
-            key = keys[source]
-            _LOADED[folder, key] = loaded_kernel(path, number)
-            _write_note(Path(folder), key, path, number)
-    return {source: _LOADED[folder, key] for source, key in keys.items()}
+        for source in part:
+            name = names[source]
+            _LOADED[folder, name] = loaded_kernel(path, name)
+            _write_note(Path(folder), name, path)
+    return {source: _LOADED[folder, name] for source, name in names.items()}
 
 
-def _write_note(folder: Path, key: str, library: Path, number: int) -> None:
+def _note(folder: Path, name: str) -> Path:
+    return folder / "gradsync_fx" / "kernels" / name[-2:] / name
+
+
+def _write_note(folder: Path, name: str, library: Path) -> None:
     """Without it the next process compiles the kernel again, no more."""
     if library.is_relative_to(folder):
-        where = f"{library.relative_to(folder)} {number}"
+        note = str(_note(folder, name))
         try:
-            write_atomic(str(_note(folder, key)), where, make_dirs=True)
+            write_atomic(note, str(library.relative_to(folder)), make_dirs=True)
         except OSError as failure:
             log.info("no note of where a kernel is: %s", failure)
 
 
-def _note(folder: Path, key: str) -> Path:
-    return folder / "gradsync_fx" / "kernels" / key[:2] / key
-
-
-def _on_disk(folder: Path, key: str) -> tuple[Path, int] | None:
-    """The library that holds a kernel, and its number there. A note that says nothing sensible is no note."""
+def _on_disk(folder: Path, name: str) -> CppKernel | None:
+    """A kernel of a library in this folder, if its note leads to one that has it."""
     try:
-        name, number = _note(folder, key).read_text().split()
-        library = (folder / name).resolve()
+        library = (folder / _note(folder, name).read_text()).resolve()
         if library.is_relative_to(folder.resolve()) and library.is_file():
-            return library, int(number)
-    except (OSError, ValueError):
-        pass
+            return loaded_kernel(library, name)
+    except (OSError, ValueError, ImportError) as failure:
+        log.debug("no library of %s: %s", name, failure)
     return None
 
 
@@ -177,18 +178,17 @@ def grouped(sources: list[Source], threads: int) -> list[list[Source]]:
     return groups
 
 
-def joined(sources: list[Source]) -> str:
-    """One file of several kernels: what they include first, then each in its namespace, under its number."""
-    whole = [(s.text, binding_of(number, list(s.types))) for number, s in enumerate(sources)]
-    includes = dict.fromkeys(
-        line.strip() for pair in whole for text in pair for line in _INCLUDE.findall(text)
-    )
+def joined(sources: dict[str, Source]) -> str:
+    """One file of several kernels, by name: what they include first, then each in a namespace."""
+    whole = [(name, s.text, binding_of(name, list(s.types))) for name, s in sources.items()]
+    texts = [text for _, *both in whole for text in both]
+    includes = dict.fromkeys(line.strip() for text in texts for line in _INCLUDE.findall(text))
     lines = ["#define PY_SSIZE_T_CLEAN", *includes]
-    for number, (text, binding) in enumerate(whole):
+    for name, text, binding in whole:
         binding = re.sub(r"^#define PY_SSIZE_T_CLEAN$", "", binding, flags=re.MULTILINE)
         lines += [
-            f"namespace of_kernel_{number} {{",
-            f"#define kernel kernel_{number}",
+            f"namespace of_{name} {{",
+            f"#define kernel {name}",
             _INCLUDE.sub("", text),
             "#undef kernel",
             _INCLUDE.sub("", binding),

@@ -79,7 +79,7 @@ def test_a_kernel_is_found_on_disk(cache: Path) -> None:
     assert result(again[two]) == [2.0, 3.0, 4.0, 5.0]
 
 
-@pytest.mark.parametrize("note", ["", "nonsense", "../outside.so 0", "missing.so 0", "x y z"])
+@pytest.mark.parametrize("note", ["", "nonsense", "../outside.so", "missing.so", "\0", "locks"])
 def test_a_note_that_says_nothing_sensible_is_no_note(cache: Path, note: str) -> None:
     one = adding("1.0f")
     (cache.parent / "outside.so").touch()
@@ -90,6 +90,21 @@ def test_a_note_that_says_nothing_sensible_is_no_note(cache: Path, note: str) ->
         again = kernels_of([one])
     assert result(again[one]) == [1.0, 2.0, 3.0, 4.0]
     assert written.read_text() != note
+
+
+def test_a_note_that_leads_to_another_library_leads_to_no_kernel(cache: Path) -> None:
+    """It is compiled anew: the other library has no kernel of that name."""
+    one, two = adding("1.0f"), adding("2.0f")
+    kernels_of([one])
+    kernels_of([two])
+    notes = [p for p in (cache / "gradsync_fx" / "kernels").rglob("*") if p.is_file()]
+    told = [note.read_text() for note in notes]
+    for note, text in zip(notes, reversed(told), strict=True):
+        note.write_text(text)
+    with mock.patch.object(together, "_LOADED", {}):
+        made = kernels_of([one, two])
+    assert result(made[one]) == [1.0, 2.0, 3.0, 4.0]
+    assert result(made[two]) == [2.0, 3.0, 4.0, 5.0]
 
 
 def test_what_is_no_kernel_of_the_command_is_compiled_anew(cache: Path) -> None:
@@ -109,7 +124,7 @@ def test_a_source_with_macros_stays_alone() -> None:
 
 
 def test_includes_stand_outside_of_namespaces() -> None:
-    text = joined([adding("1.0f"), adding("2.0f")])
+    text = joined({"kernel_a": adding("1.0f"), "kernel_b": adding("2.0f")})
     before, *_ = text.split("namespace", 1)
     assert before.count("#include <torch/csrc/inductor/cpp_prefix.h>") == 1
     assert text.count("#include") == before.count("#include")
