@@ -1,4 +1,5 @@
-# `make demo` shows the library at work; `make test` is the whole check of a change, the same here and in CI.
+# `make demo` shows the library at work; `make test` is the check of a change, the same here and in CI. `make test-all` has
+# in addition what is one more of many alike (marked `long`): before a release, or what touches what they try.
 
 PYTHON ?= python3
 VENV := .venv
@@ -24,20 +25,23 @@ QUICK := $(addprefix tests/,ir planning comm lowering runtime passes capture/tes
 JOBS := --numprocesses 2 --dist loadfile
 
 .DELETE_ON_ERROR:
-.PHONY: demo test quick test-torch format docs clean
+.PHONY: demo test test-all quick test-torch format docs clean
 
 demo: $(VENV)/.examples
 	$(BIN)/torchrun --nproc-per-node 2 examples/train_text.py
 
 # Each process that compiles would try the vector instructions of /proc/cpuinfo in six processes more.
-test quick: export TORCHINDUCTOR_VEC_ISA_OK := 1
+test test-all quick: export TORCHINDUCTOR_VEC_ISA_OK := 1
 
 test: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest $(JOBS)
-	GRADSYNC_TESTS_EAGERLY=1 $(BIN)/python -m pytest $(JOBS) $(WINDOWS)
+	$(BIN)/python -m pytest $(JOBS) -m 'not long'
+	GRADSYNC_TESTS_EAGERLY=1 $(BIN)/python -m pytest $(JOBS) -m 'not long' $(WINDOWS)
+
+test-all: test
+	$(BIN)/python -m pytest $(JOBS) -m long
 
 quick: $(VENV)/.dev
 	$(BIN)/python -m pytest -m 'not gloo and not inductor' $(QUICK)

@@ -17,6 +17,7 @@ import pytest
 
 import gradsync_fx
 from tests import pages
+from tests.long import long_but
 from tests.pages import PAGES, printed_as_said
 
 
@@ -31,6 +32,7 @@ EXAMPLES = (
     "private_digits.py",
     "sharded_optimizer.py",
 )
+USUAL = ("train_text.py", "finetune_bert.py", "sharded_optimizer.py")  # each takes a minute or two
 # What these two print in the end; they look at steps, and train nothing.
 LOOKING = {"inspect_step.py": "speed-up", "diagnose_loop.py": "looks right"}
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -141,7 +143,7 @@ def test_example_alone(name: str) -> None:
 @pytest.mark.gloo
 @pytest.mark.inductor
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", long_but(EXAMPLES, USUAL))
 def test_example_as_its_own_line_says(name: str) -> None:
     """On two ranks, whole, with the default backend."""
     docstring = ast.get_docstring(ast.parse((ROOT / "examples" / name).read_text())) or ""

@@ -13,6 +13,7 @@ import pytest
 from allpairspy import AllPairs
 
 from gradsync_fx.options import OPTIMIZATIONS, Options
+from tests.long import some_long
 from tests.scenarios import matrix
 from tests.workers import Ranks
 
@@ -69,14 +70,14 @@ def tolerance(row: dict[str, Any]) -> float:
     )
 
 
-def title(row: dict[str, Any]) -> str:
+def title(row: Any) -> str:
     return ", ".join(f"{k}={v}" for k, v in row.items() if v != VALUES[k][0]) or "defaults"
 
 
 @pytest.mark.gloo
 @pytest.mark.inductor
 @pytest.mark.captured
-@pytest.mark.parametrize("row", list(rows()), ids=title)
+@pytest.mark.parametrize("row", some_long(list(rows()), 2), ids=title)
 def test_a_combination(row: dict[str, Any], ranks: Ranks) -> None:
     check(ranks, row)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.long import long_but
 from tests.scenarios import sharded
 from tests.workers import Ranks
 
@@ -68,8 +69,12 @@ def test_clipping_is_by_the_norm_of_whole_gradients(ranks: Ranks, order: float) 
     assert both[0]["norms"] == both[1]["norms"] == pytest.approx(whole["norms"], rel=1e-5)
 
 
-@pytest.mark.parametrize("order", [None, 2.0])
-@pytest.mark.parametrize("name", ["AdamW", "Lamb"])
+@pytest.mark.parametrize(
+    ("name", "order"),
+    long_but(
+        [(n, o) for n in ("AdamW", "Lamb") for o in (None, 2.0)], [("AdamW", 2.0), ("Lamb", None)]
+    ),
+)
 def test_compiled(ranks: Ranks, name: str, order: float | None) -> None:
     both = ranks(sharded.trained, name, order, True, "inductor")
     plain = ranks(sharded.trained, name, order, False, "inductor")
@@ -88,7 +93,7 @@ def test_all_that_windows_do(ranks: Ranks, name: str) -> None:
     assert bitwise(both[0][0], both[1][0])
 
 
-@pytest.mark.parametrize("name", ["branches", "adversarial", "readers"])
+@pytest.mark.parametrize("name", long_but(["branches", "adversarial", "readers"], ["adversarial"]))
 def test_windows_compiled(ranks: Ranks, name: str) -> None:
     both = ranks(sharded.both_ways, name, "inductor", {})
     for ours, plain in both:
@@ -150,7 +155,7 @@ def test_through_torchs_checkpoints(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(sharded.checkpointed, str(tmp_path / "saved")) == [True, True]
 
 
-@pytest.mark.parametrize("name", ["AdamW", "Adafactor", "Muon"])
+@pytest.mark.parametrize("name", long_but(["AdamW", "Adafactor", "Muon"], ["AdamW"]))
 def test_pieces_through_torchs_checkpoints(
     ranks: Ranks, four: Ranks, tmp_path: Path, name: str
 ) -> None:
