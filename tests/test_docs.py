@@ -32,7 +32,7 @@ EXAMPLES = (
     "private_digits.py",
     "sharded_optimizer.py",
 )
-USUAL = ("train_text.py", "finetune_bert.py", "sharded_optimizer.py")  # each takes a minute or two
+USUAL = ("train_text.py", "sharded_optimizer.py")  # each takes a minute or two
 # What these two print in the end; they look at steps, and train nothing.
 LOOKING = {"inspect_step.py": "speed-up", "diagnose_loop.py": "looks right"}
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

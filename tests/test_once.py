@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 import gradsync_fx
 from gradsync_fx.ir.program import Kind
+from tests.long import long_but
 from tests.scenarios import once
 from tests.workers import Ranks
 
@@ -41,7 +42,9 @@ def test_the_numbers_of_plain_accumulation(kind: str, k: int) -> None:
 
 @pytest.mark.captured
 @pytest.mark.inductor
-@pytest.mark.parametrize("kind", ["weight norm", "fake", "two ways", "merged"])
+@pytest.mark.parametrize(
+    "kind", long_but(["weight norm", "fake", "two ways", "merged"], ["weight norm", "two ways"])
+)
 def test_compiled_and_clipped(kind: str) -> None:
     ours = once.Optimized(kind, 3, clip=0.05, backend="inductor").run(9)
     holds(ours, kind)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.comm.test_shm_all_reduce import where_shared
+from tests.long import some_long
 from tests.mortals import mortals
 from tests.scenarios import pieces, sharded
 from tests.test_commit import BALLOTS
@@ -48,7 +49,7 @@ def both(ranks: Ranks, *scenario: Any) -> tuple[list[Any], list[Any], list[set[s
 
 @pytest.mark.inductor
 @pytest.mark.captured
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", some_long(SCRIPTS, len(SCRIPTS)))
 def test_all_that_windows_do(ranks: Ranks, name: str) -> None:
     near = ranks(pieces.beside, SHARDED, "both_ways", name, "inductor", {})
     for (ours, plain), done in near:

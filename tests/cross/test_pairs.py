@@ -16,6 +16,7 @@ from tests.cross.results import (
     reductions_start_in_backward,
     the_host_never_waits,
 )
+from tests.long import some_long
 
 
 pytestmark = [pytest.mark.cross, pytest.mark.captured]
@@ -41,7 +42,7 @@ CASES = [
     )
     for optimizer, precision, model, flags in ROWS
 ]
-each = pytest.mark.parametrize("case", CASES, ids=str)
+each = pytest.mark.parametrize("case", some_long(CASES, 3), ids=str)
 
 
 def missing_pairs(cases: list[Case]) -> set[tuple[tuple[str, object], tuple[str, object]]]:

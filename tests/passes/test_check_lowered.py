@@ -25,6 +25,7 @@ from gradsync_fx.passes.check_lowered import check_lowered
 from gradsync_fx.passes.fuse import ADD_PRODUCT
 from gradsync_fx.passes.rewritten import KernelCall, Operand, Rewritten, Wait
 from tests.drive import plain_step
+from tests.long import some_long
 from tests.reference import mse
 
 
@@ -99,7 +100,7 @@ MAIN_ONLY = ("overlap", "in_place", "products")
 
 @pytest.mark.parametrize("reduction", ["mean", "weighted"])
 @pytest.mark.parametrize("sync_each_batch", [False, True])
-@pytest.mark.parametrize("without", [None, *OPTIMIZATIONS])
+@pytest.mark.parametrize("without", some_long([None, *OPTIMIZATIONS], 2))
 def test_what_is_lowered_today_is_the_program(
     reduction: str, sync_each_batch: bool, without: str | None
 ) -> None:
