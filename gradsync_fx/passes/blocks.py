@@ -47,8 +47,9 @@ _LIBRARY.define("run_block(str body, Tensor(a!)[] written, Tensor[] read) -> Ten
 
 # A call of a body costs some 50 us more than its nodes in place; so it should take this many seconds at least.
 WORTH_A_CALL = 2e-3
-# Nodes that have to be repetitions: compiling a hundred takes a second or two.
-LEAST = 100
+# Nodes that have to be repetitions: compiling a hundred takes a second or two. And layers that stand in a row: what a
+# body is given lives to its end, so that a call holds some of one layer's values more than the whole program would.
+LEAST, FEWEST = 100, 3
 # Places where a stretch may begin: how many are looked at, and how many of these, the best first, are tried.
 _PLACES, _TRIES = 64, 8
 _FREE = (_aten.copy_.default, ADD_PRODUCT)  # their only effect is on the sum that they write
@@ -105,7 +106,7 @@ def outline_blocks(rewritten: Rewritten) -> None:
     tokens = [numbers.setdefault(_token(n), len(numbers)) for n in nodes]
     order = order_by_memory(module.graph.nodes, _FREE)
     for stretch in stretches_of(tokens, LEAST):
-        layers = _layers(nodes, stretch, order)
+        layers = _layers(nodes, stretch, order) if stretch.count >= FEWEST else []
         if layers and seconds(layers[0].nodes, CORE) >= WORTH_A_CALL:
             _outline(rewritten, module.graph, layers)
 

@@ -15,7 +15,7 @@ from gradsync_fx.passes import blocks
 @contextmanager
 def every_layer() -> Iterator[None]:
     """Whatever repeats becomes a body."""
-    few = mock.patch.object(blocks, "LEAST", 40)
+    few = mock.patch.object(blocks, "LEAST", 20)
     with mock.patch.object(blocks, "WORTH_A_CALL", 0.0), few:
         yield
 
