@@ -56,17 +56,13 @@ def in_place_of_cpp_kernels(
     return mock.patch.object(AsyncCompile, "cpp_pybinding", function)
 
 
-def plain_cpp_kernel(compiling: Any, types: list[str], source: str) -> Any:
-    """What Inductor itself does for a kernel: one file, one library."""
-    return _PLAIN(compiling, types, source)
-
-
-_PLAIN: Any = vars(AsyncCompile)["cpp_pybinding"]
+# What Inductor itself does for a kernel: one file, one library. Takes what `function` above does.
+plain_cpp_kernel: Any = vars(AsyncCompile)["cpp_pybinding"]
 
 
 def kernel_is_logged(source: str) -> None:
     """Shows the source of a kernel where `TORCH_LOGS=kernel_code` asks for it."""
-    kernel_code_log.info("CPP+Bindings CppKernel:\n%s", source)
+    kernel_code_log.info("CPP+Bindings Kernel:\n%s", source)
 
 
 def binding_of(name: str, types: list[str]) -> str:

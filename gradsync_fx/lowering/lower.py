@@ -166,6 +166,15 @@ def _inductor(
         except Exception as failure:
             return _compiled_anew(spare, inputs, fake_mode, how, failure)
 
+    def unless_there(
+        held: dict[str, Compiled], key: str, module: GraphModule, fake_mode: Any
+    ) -> Compiled:
+        if key in held:
+            next(numbered)
+        else:
+            held[key] = compiled(module, _values(module), fake_mode, plain)
+        return held[key]
+
     def once(module: GraphModule, fake_mode: Any) -> Compiled:
         """A graph that other programs of the step may have, too: the tail's update is the boundary's."""
         inputs = _values(module)
@@ -174,22 +183,14 @@ def _inductor(
             id(getattr(module, str(n.target))) for n in module.graph.find_nodes(op="get_attr")
         ]
         key = f"{program_fingerprint(module, inputs, patches)} {constants}"
-        if key in known:
-            next(numbered)
-        else:
-            known[key] = compiled(module, inputs, fake_mode, plain)
-        return known[key]
+        return unless_there(known, key, module, fake_mode)
 
     def body(block: Block) -> None:
         """What repeats, in this program and in others, of any step."""
-        inputs = _values(block.module)
         block.module.recompile()
-        name = program_fingerprint(block.module, inputs, patches)
+        name = program_fingerprint(block.module, _values(block.module), patches)
         name_body(rewritten, block, name)
-        if name in BODIES:
-            next(numbered)
-        else:
-            BODIES[name] = compiled(block.module, inputs, rewritten.fake_mode, plain)
+        unless_there(BODIES, name, block.module, rewritten.fake_mode)
 
     values = _values(rewritten.main)
     plain = How({**patches, GRAPHS: False}, inference=device is not None)

@@ -36,6 +36,7 @@ from gradsync_fx.ir.memory import (
 )
 from gradsync_fx.ir.ops import argument, is_collective
 from gradsync_fx.ir.repeats import Stretch, stretches_of
+from gradsync_fx.passes.device_numbers import accelerator_of
 from gradsync_fx.passes.fuse import ADD_PRODUCT
 from gradsync_fx.passes.rewritten import Block, Rewritten
 from gradsync_fx.planning.worth import CORE, seconds
@@ -93,20 +94,16 @@ def name_body(rewritten: Rewritten, block: Block, name: str) -> None:
 
 def outline_blocks(rewritten: Rewritten) -> None:
     """Bodies for what repeats, in the graph that is compiled."""
-    module = rewritten.main if rewritten.halves is None else rewritten.halves.first
-    devices = {
-        value.device.type
-        for node in module.graph.find_nodes(op="placeholder")
-        if isinstance(value := node.meta["val"], torch.Tensor)
-    }
-    if devices - {"cpu"}:
+    if accelerator_of(rewritten.program.inputs()) is not None:
         return
+    module = rewritten.main if rewritten.halves is None else rewritten.halves.first
     nodes = [n for n in module.graph.nodes if _may_repeat(n)]
     numbers: dict[Hashable, int] = {}
     tokens = [numbers.setdefault(_token(n), len(numbers)) for n in nodes]
-    order = order_by_memory(module.graph.nodes, _FREE)
-    for stretch in stretches_of(tokens, LEAST):
-        layers = _layers(nodes, stretch, order) if stretch.count >= FEWEST else []
+    stretches = [s for s in stretches_of(tokens, LEAST) if s.count >= FEWEST]
+    order = order_by_memory(module.graph.nodes, _FREE) if stretches else {}
+    for stretch in stretches:
+        layers = _layers(nodes, stretch, order)
         if layers and seconds(layers[0].nodes, CORE) >= WORTH_A_CALL:
             _outline(rewritten, module.graph, layers)
 
