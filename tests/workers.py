@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import math
 import multiprocessing
@@ -26,8 +27,14 @@ class RanksFailed(AssertionError):
     """A scenario raised, or did not end in time. The text has every rank's traceback."""
 
 
+def _fate(store: str, rank: int) -> Path:
+    """Where a rank that a signal ends leaves its threads' stacks."""
+    return Path(f"{store}.rank{rank}")
+
+
 def serve(rank: int, world: int, store: str, pipe: Connection) -> None:
     """The body of a rank: runs what it is told by name until the pipe closes."""
+    faulthandler.enable(_fate(store, rank).open("w"))
     # The ranks find each other on the loopback, whatever the machine's name resolves to.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
@@ -91,19 +98,22 @@ class Ranks:
         for pipe in self._pipes:
             pipe.send_bytes(order)
         end = time.monotonic() + timeout
-        answers = [self._answer(pipe, end) for pipe in self._pipes]
+        answers = [self._answer(rank, end) for rank in range(self._world)]
         if not all(good for good, _ in answers):
             self.stop()
             raise RanksFailed("\n".join(f"rank {r}: {text}" for r, (_, text) in enumerate(answers)))
         return [value for _, value in answers]
 
-    def _answer(self, pipe: Connection, end: float) -> tuple[bool, Any]:
+    def _answer(self, rank: int, end: float) -> tuple[bool, Any]:
+        pipe, process = self._pipes[rank], self._processes[rank]
         try:
             if pipe.poll(max(0.0, end - time.monotonic())):
                 answer: tuple[bool, Any] = pickle.loads(pipe.recv_bytes())
                 return answer
         except EOFError:
-            return False, "the process is gone"
+            process.join()
+            stacks = _fate(self._store(), rank).read_text()
+            return False, f"the process is gone, exit code {process.exitcode}\n{stacks}"
         return False, "no answer in time"
 
     def _start(self) -> None:
@@ -111,14 +121,16 @@ class Ranks:
         self._started += 1
         for rank in range(self._world):
             mine, theirs = context.Pipe()
-            store = str(self._folder / f"store{self._started}")
             process = context.Process(
-                target=serve, args=(rank, self._world, store, theirs), daemon=True
+                target=serve, args=(rank, self._world, self._store(), theirs), daemon=True
             )
             process.start()
             theirs.close()
             self._processes.append(process)
             self._pipes.append(mine)
+
+    def _store(self) -> str:
+        return str(self._folder / f"store{self._started}")
 
     def stop(self) -> None:
         """Ends both processes, whatever they are doing."""

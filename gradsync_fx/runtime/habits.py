@@ -22,6 +22,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from gradsync_fx._torch import compile_lock
 from gradsync_fx.user_lines import is_users
 
 
@@ -55,7 +56,9 @@ def habits(*, zeroes: bool) -> tuple[str, ...]:
 def _loop_at(file: str, line: int) -> ast.For | ast.While | ast.AsyncFor | None:
     """The innermost loop that a line stands in."""
     try:
-        tree = ast.parse("".join(linecache.getlines(file)))
+        # Python 3.11 fails where two threads parse at a time, and Dynamo parses its guards.
+        with compile_lock:
+            tree = ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:
         return None  # a notebook's magics, say
     loops = [

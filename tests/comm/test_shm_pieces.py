@@ -113,8 +113,8 @@ def test_votes(ranks: Ranks) -> None:
     near, far, done = both(ranks, *scenario)
     for (found, wanted), (sent, _) in zip(near, far, strict=True):
         check_votes(found, wanted, BALLOTS, 2)
-        for mine, other in zip(found["parameters"], sent["parameters"], strict=True):
-            assert all(map(torch.equal, mine, other))
+        # Kernels end elsewhere where an exchange is spelled out in the program, and sums are added up otherwise.
+        torch.testing.assert_close(found["parameters"], sent["parameters"], atol=2e-6, rtol=2e-5)
     assert done == [{SUMS, PARAMETERS}] * 2
 
 
@@ -125,8 +125,8 @@ def test_hidden_gathers_are_sent(ranks: Ranks) -> None:
     near, far, done = both(ranks, "tests.scenarios.hidden", "trained", "AdamW", 2, True, 0.5, {})
     for ours, sent in zip(near, far, strict=True):
         assert any(ours["away"])
-        assert ours["losses"] == sent["losses"]
-        assert all(map(torch.equal, ours["values"], sent["values"]))
+        torch.testing.assert_close(ours["losses"], sent["losses"], atol=2e-6, rtol=2e-5)
+        torch.testing.assert_close(ours["values"], sent["values"], atol=2e-6, rtol=2e-5)
     assert done == [{SUMS}] * 2
 
 
