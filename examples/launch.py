@@ -70,7 +70,7 @@ def ranks(*, joined: bool = False) -> Iterator[tuple[int, int]]:
     elif cards() and dist.get_node_local_rank(fallback_rank=0) == 0:
         Console().print(f"more ranks than cards ({cards()}): they are on the CPU, over gloo")
     if dist.is_torchelastic_launched():
-        dist.init_process_group(group_backend())
+        joined_by_torchrun()
     elif joined:
         dist.init_process_group(group_backend(), store=dist.HashStore(), rank=0, world_size=1)
     else:
@@ -80,6 +80,18 @@ def ranks(*, joined: bool = False) -> Iterator[tuple[int, int]]:
         yield dist.get_rank(), dist.get_world_size()
     finally:
         dist.destroy_process_group()
+
+
+def joined_by_torchrun() -> None:
+    """The default group of the ranks that torchrun started; with names of its own for each time that it starts them.
+
+    torch 2.13's gloo finds the addresses of the attempt before in torchrun's store, and cannot connect.
+    """
+    env = os.environ
+    store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
+    own = dist.PrefixStore(f"attempt {env['TORCHELASTIC_RESTART_COUNT']}", store)
+    rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
+    dist.init_process_group(group_backend(), store=own, rank=rank, world_size=world)
 
 
 def replicated(model: nn.Module) -> nn.Module:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from gradsync_fx.optimized_step import OptimizedStep
     from gradsync_fx.options import BackendOptions
     from gradsync_fx.runtime.optimizer_shards import OptimizerShards
+    from gradsync_fx.update_record import UpdateRecord
 
 
 __version__ = VERSION
@@ -69,6 +70,7 @@ __all__ = [
     "StateError",
     "ToolchainError",
     "UpdateError",
+    "UpdateRecord",
     "VerificationError",
     "VersionError",
     "WindowError",
@@ -85,6 +87,7 @@ _LATE = {
     "BackendOptions": "options",
     "OptimizedStep": "optimized_step",
     "OptimizerShards": "runtime.optimizer_shards",
+    "UpdateRecord": "update_record",
     "calibrate": "calibration",
     "diagnose": "eager_loops",
     "explain": "explanation",

@@ -16,6 +16,7 @@ from gradsync_fx.optimized_step import OptimizedStep
 from gradsync_fx.options import (
     Backend,
     Commit,
+    OnUpdate,
     Optimization,
     Options,
     Steps,
@@ -46,6 +47,7 @@ def optimize(
     shard_optimizer: bool = False,
     overlap_param_gather: bool | None = None,
     commit: Commit | None = None,
+    on_update: OnUpdate | None = None,
     self_check: bool = False,
     verbose: bool = True,
     backend: Backend = "inductor",
@@ -73,6 +75,7 @@ def optimize(
     shard_optimizer: bool = False,
     overlap_param_gather: bool | None = None,
     commit: Commit | None = None,
+    on_update: OnUpdate | None = None,
     self_check: bool = False,
     verbose: bool = True,
     backend: Backend = "inductor",
@@ -122,6 +125,9 @@ def optimize(train_step: Callable[..., Any] | None = None, **options: Any) -> An
     commit (None): called without arguments on every rank when the reductions of an update have started; returns whether
         that update counts. One False refuses it on all ranks: parameters and state stay as they were, and the window is
         empty. What it raises refuses, too, and is raised on its own rank.
+    on_update (None): called after each update with an `UpdateRecord`: its number, the mean loss of the window over all
+        ranks, norms before clipping, terms, bytes, seconds, learning rates. It may be given on some ranks only, waits
+        for nothing that it is not asked for, and what it raises ends that call, when the window is closed.
     self_check (False): before the first call, `step.self_check` with its arguments; raises `VerificationError`, with
         the verdict, where the captured window is not the plain eager one. Logged at INFO where it is.
     verbose (True): a call that takes longer than two seconds says on stderr what it is doing (tracing, slicing,

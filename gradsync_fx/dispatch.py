@@ -6,6 +6,7 @@ arguments -> EagerWindow                        after a `CaptureError`, with on_
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -56,6 +57,7 @@ class Dispatch:
             self._demand,
             manual=options.manual,
             rank_timeout=options.rank_timeout,
+            norms=options.on_update is not None,
             at_end=self.at_end,
         )
 
@@ -67,6 +69,18 @@ class Dispatch:
 
     def call(self, args: Any, kwargs: Any) -> Any:
         """One micro-step: captured, or eagerly where that cannot be and the options allow it."""
+        start, done = time.perf_counter(), None
+        try:
+            result = self._call(args, kwargs)
+            done = self._executor.catalogue.latest
+        finally:
+            watch = self._executor.watch  # found out by the first call
+            if watch is not None:
+                seconds = time.perf_counter() - start
+                watch.called(done, result if done is not None else None, seconds)
+        return result
+
+    def _call(self, args: Any, kwargs: Any) -> Any:
         if self.eager is not None:
             return self.eager.run(args, kwargs)
         try:

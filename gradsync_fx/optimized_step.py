@@ -27,10 +27,12 @@ from gradsync_fx.lowering.artifacts import artifact
 from gradsync_fx.options import Options
 from gradsync_fx.progress import LongCall
 from gradsync_fx.runtime.atomic_files import FilePath
+from gradsync_fx.runtime.ballot import without_the_step
 from gradsync_fx.runtime.bound_steps import bound_step
 from gradsync_fx.runtime.checkpoint import load, load_file, save, save_file
 from gradsync_fx.runtime.executor import Executor
-from gradsync_fx.runtime.refusals import no_copies, used_in_commit
+from gradsync_fx.runtime.refusals import no_copies
+from gradsync_fx.runtime.update_watch import tell
 from gradsync_fx.runtime.window_ops import (
     discard,
     flush,
@@ -71,7 +73,7 @@ class OptimizedStep(Generic[P, R]):
         )
         self._commit = options.commit
         if options.commit is not None:
-            alone = _without_the_step(options.commit, self._one_thread, self._name)
+            alone = without_the_step(options.commit, self._one_thread, self._name)
             options = replace(options, commit=alone)
         self._executor = Executor(options, simulated)
         self._losses = NamedLosses(self._executor.place, self._executor.absent)
@@ -132,6 +134,7 @@ class OptimizedStep(Generic[P, R]):
                 warn_of_mistakes(executor)
             if executor.window.optimizer_step == 1 and executor.sync_gradients:
                 artifact(self._name, "report", lambda: self.report().to_json())
+            tell(executor.watch)
             return result
 
     def prepare(self, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -221,6 +224,21 @@ class OptimizedStep(Generic[P, R]):
         """
         with self._one_thread.held(), self._losses:
             self._executor.settle_all()
+
+    def request_stop(self) -> None:
+        """Asks all ranks to stop: `stop_requested` is True on each of them after the next update. For signal handlers.
+
+        >>> signal.signal(signal.SIGTERM, lambda *_: step.request_stop())
+        """
+        self._executor.ask_to_stop()
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether a rank's `request_stop` has reached all of them: True at the same call on each, where a window ended.
+
+        There each saves, and stops. A `flush` that is waiting for other ranks' data returns then.
+        """
+        return self._executor.stop_agreed
 
     def skip(self) -> None:
         """This rank's micro-step without data: a slot of the window, with nothing in the sum nor in the divisor.
@@ -367,19 +385,6 @@ class OptimizedStep(Generic[P, R]):
 
 def _mistakes_of(step: OptimizedStep) -> tuple[str, ...]:
     return mistakes(step._executor.catalogue.captures, step._executor.options)
-
-
-def _without_the_step(
-    commit: Callable[[], Any], one_thread: OneAtATime, name: str
-) -> Callable[[], Any]:
-    """The user's decision, in which the step itself cannot be used."""
-
-    @functools.wraps(commit)
-    def alone() -> Any:
-        with one_thread.shut(used_in_commit(name)):
-            return commit()
-
-    return alone
 
 
 def _end(executor: Executor, name: str, line: str, at_end: ExitStack) -> None:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from gradsync_fx._torch import inductor_config, list_mode_options
 from gradsync_fx.choices import BROADCASTS, REDUCTIONS, Broadcasts, ReductionKind
 from gradsync_fx.errors import OptionError
+from gradsync_fx.update_record import UpdateRecord
 
 
 MANUAL = "manual"
@@ -35,6 +36,7 @@ Optimization = Literal[
 OPTIMIZATIONS: tuple[str, ...] = get_args(Optimization)
 Backend = str | Callable[..., Any]
 Commit = Callable[[], bool]
+OnUpdate = Callable[[UpdateRecord], Any]
 OURS = "gradsync"  # the backend for torch.compile: what lowers programs is another
 # Names that need no look at the list of torch's, which imports all of them.
 USUAL = ("inductor", "aot_eager", "eager")
@@ -59,6 +61,7 @@ class Options:
     shard_optimizer: bool = False
     overlap_param_gather: bool | None = None
     commit: Commit | None = None
+    on_update: OnUpdate | None = None
     self_check: bool = False
     verbose: bool = True
     backend: Backend = "inductor"
@@ -97,6 +100,8 @@ class Options:
             raise _bad(
                 "commit", self.commit, "None or a callable without arguments that returns a bool"
             )
+        if self.on_update is not None and not callable(self.on_update):
+            raise _bad("on_update", self.on_update, "None or a callable that takes a record")
         _check_group(self.process_group)
         _check_mesh(self.device_mesh)
         self._check_shards()
@@ -190,6 +195,7 @@ class BackendOptions(TypedDict, total=False):
     shard_optimizer: bool
     overlap_param_gather: bool | None
     commit: Commit | None
+    on_update: OnUpdate | None
     self_check: bool
     verbose: bool
     backend: Backend

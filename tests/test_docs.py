@@ -29,6 +29,7 @@ EXAMPLES = (
     "finetune_bert.py",
     "token_weighted.py",
     "resume_mid_window.py",
+    "preemptible.py",
     "private_digits.py",
     "sharded_optimizer.py",
 )
@@ -161,6 +162,7 @@ def check(name: str, printed: str, *, quick: bool = True) -> None:
         "token_weighted.py": r'reduction="mean": \d',
         "private_digits.py": rf"epoch {2 if quick else 8}: test accuracy 0\.[5-9]",
         "sharded_optimizer.py": r"with and without are 0 apart",
+        "preemptible.py": rf"{6 if quick else 400} updates: loss \d\.\d+",
         "resume_mid_window.py": rf"after call {12 if quick else 60}: bitwise",
     }
     assert len(re.findall(last[name], printed)) == 1, printed

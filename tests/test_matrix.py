@@ -33,6 +33,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "wrap": ("ddp", "plain"),
     "divided": (None, "updates", "inside", "between", "hidden"),
     "commit": (None, "some"),
+    "on_update": (None, "on one rank"),
     **{f"without {name}": (False, True) for name in OPTIMIZATIONS},
 }
 ELSEWHERE = {

@@ -6,6 +6,7 @@ list.append        deferred as soon as it is met, on an outer list that the step
 any other call     deferred where it cannot be traced, its result is unused, and it reaches nothing that the step is
                    made of (left_out.py; a progress bar, a writer, a metric): the trace starts over and puts it after
                    the program, where it is watched (untouched.py). Refused with its line otherwise
+clip_grad_norm_    is called as it is; what it gives is noted, where somebody watches updates
 clocks             give NaN: a step is one program, and no time passes between two of its lines
 
 A deferred call runs once per call of the step, in the order of the lines.
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.fx import GraphModule, Node
 
 from gradsync_fx._torch import (
@@ -41,6 +43,7 @@ from gradsync_fx._torch import (
 from gradsync_fx._torch import format_value as plain_format_value
 from gradsync_fx._torch import load_attribute as plain_load_attribute
 from gradsync_fx.capture.left_out import Touches, check_helper
+from gradsync_fx.capture.notes import note_norm
 from gradsync_fx.capture.trace_state import (
     CallSite,
     Observed,
@@ -224,6 +227,8 @@ def call_function(self: Any, fn: Any, args: list[Any], kwargs: dict[str, Any]) -
     answered = seen.answered
     try:
         _plain_call(self, fn, args, kwargs)
+        if getattr(fn, "fn", None) is nn.utils.clip_grad_norm_:
+            note_norm(self, self.stack[-1])
     except Exception as failure:
         seen.read_lists |= _lists_read(seen)
         # The outermost such call is deferred last, and so wins: a part of a progress bar's update is not enough.

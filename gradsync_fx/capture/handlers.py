@@ -47,6 +47,7 @@ from gradsync_fx.capture.deferred_calls import check_appended, give_after_progra
 from gradsync_fx.capture.gradient_values import check_assigned
 from gradsync_fx.capture.in_place import refuse_overwritten
 from gradsync_fx.capture.markers import TRACED
+from gradsync_fx.capture.notes import as_tensor, note
 from gradsync_fx.capture.recurrent import refuse_dropout
 from gradsync_fx.capture.sparse import refuse_sparse
 from gradsync_fx.capture.step_arguments import closure_of, given_text
@@ -84,15 +85,6 @@ class AnsweredMethod(VariableTracker):
     def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
         observed().answered += 1
         return self.answer(tx, self.owner, list(args), dict(kwargs))
-
-
-def note(tx: Any, value: Any, role: Role, index: int = 0) -> None:
-    """Marks a tensor for the passes: a `note` op in the graph."""
-    seen = observed().in_graph(tx.output)
-    with no_grad(tx):
-        if seen.chain is None:
-            seen.chain = call(tx, torch.zeros, const(0))
-        seen.chain = call(tx, ops.NOTE, seen.chain, value, const(int(role)), const(index))
 
 
 def backward(
@@ -257,25 +249,17 @@ def after_update(
     """A method, `owner.step(...)` say, becomes a call of the host, after each update of `optimizer`."""
     seen = observed().in_graph(tx.output)
     arguments: list[tuple[str, Any]] = []
-    taken = sum(kind != "constant" for call in seen.host_calls for kind, _ in call.arguments)
+    taken = seen.host_values
     for value in (*args, *kwargs.values()):
         if value.is_python_constant():
             arguments.append(("constant", value.as_python_constant()))
             continue
         kind = "note" if isinstance(value, TensorVariable) else "number"
-        note(tx, _as_tensor(tx, value), Role.HOST, taken)
+        note(tx, as_tensor(tx, value), Role.HOST, taken)
         arguments.append((kind, taken))
         taken += 1
     seen.host_calls.append(HostCall(owner, optimizer, tuple(arguments), method, tuple(kwargs)))
     return const(None)
-
-
-def _as_tensor(tx: Any, value: Any) -> Any:
-    if not isinstance(value, TensorVariable):
-        # Added, not filled in: a fill would make a constant of a number that changes with every call.
-        zero = call(tx, torch.zeros, TupleVariable([]), dtype=const(torch.float64))
-        value = zero.call_method(tx, "add", [value], {})
-    return value.call_method(tx, "detach", [], {})
 
 
 def _weigh(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -291,7 +275,7 @@ def _weigh(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
             fix="add the weights up first",
         )
     with no_grad(tx):
-        note(tx, _as_tensor(tx, weight), Role.WEIGHT)
+        note(tx, as_tensor(tx, weight), Role.WEIGHT)
     return const(None)
 
 

@@ -94,7 +94,8 @@ class Observed:
     version and the line where it went into `.grad`; made_of_gradients: whether a node is made of one. answered: calls
     of handlers. symbols: numbers (by source) that are symbols of the trace from the start; numbers: those that the
     step changes; lines: where each attribute was set.
-    zeroed: gradients are dropped somewhere in the step. left: the end finds some.
+    zeroed: gradients are dropped somewhere in the step. left: the end finds some. norms: what `clip_grad_norm_` gives,
+    by their numbers among the values for the host; None where nobody asks.
     """
 
     demanded: tuple[torch.Tensor, ...] = ()
@@ -130,6 +131,7 @@ class Observed:
     symbols: frozenset[str] = frozenset()
     numbers: list[Number] = field(default_factory=list)
     lines: dict[str, str] = field(default_factory=dict)
+    norms: list[int] | None = None
 
     def leaf_index(self, leaf: torch.Tensor) -> int:
         for i, known in enumerate(self.leaves):
@@ -156,6 +158,7 @@ class Observed:
             self.graph, self.chain, self.weights, self.forwards = graph, None, 0, 0
             self.backwards, self.zeroed, self.left = 0, False, False
             self.host_calls.clear()
+            self.norms = None if self.norms is None else []
             self.no_syncs.clear()
             self.moved.clear()
             self.in_place.clear()
@@ -166,6 +169,12 @@ class Observed:
             self.declared.clear()
             self.numbers.clear()
         return self
+
+    @property
+    def host_values(self) -> int:
+        """How many values the host is given so far."""
+        taken = (kind != "constant" for call in self.host_calls for kind, _ in call.arguments)
+        return sum(taken) + len(self.norms or ())
 
     def roots(self) -> list[tuple[str, nn.Module]]:
         """The outermost modules."""

@@ -68,8 +68,8 @@ from gradsync_fx.wording import name_of
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """A `Step` with the objects that it came from. holders: modules that hold parameters themselves. name: of the
-    user's function."""
+    """A `Step` with the objects that it came from. holders: modules that hold parameters themselves. norms: the numbers
+    of what `clip_grad_norm_` gives, among the host's values. name: of the user's function."""
 
     step: Step
     fake_mode: FakeTensorMode | None
@@ -87,6 +87,7 @@ class Capture:
     declared: tuple[Declared, ...]
     numbers: tuple[FollowedNumber, ...]
     never_zeroed: bool
+    norms: tuple[int, ...] = ()
     name: str = "step"
 
 
@@ -104,11 +105,12 @@ def traced(
     *,
     manual: bool = False,
     rank_timeout: float | None = None,
+    norms: bool = False,
     at_end: ExitStack | None = None,
 ) -> TracedStep[Runnable]:
     """A callable that captures `function` as needed and hands each call's flat inputs to what `on_capture` returned.
 
-    at_end: gets callbacks that make Dynamo release what it holds.
+    at_end: gets callbacks that make Dynamo release what it holds. norms: what clippings give is kept for the host.
     manual: calls that do not reach an optimizer are micro-steps of a window, not mistakes. Raises `CaptureError`
     (naming the user's line) when a step cannot be traced whole.
     """
@@ -134,7 +136,7 @@ def traced(
         )
 
     context: Any = dynamo_optimize(backend=compile_graph, nopython=True, dynamic=dynamic)
-    scoped = _Scoped(context.callback._torchdynamo_orig_backend, asked, rank_timeout)
+    scoped = _Scoped(context.callback._torchdynamo_orig_backend, asked, rank_timeout, norms)
     context.callback._torchdynamo_orig_backend = scoped
     run = context(whole_step)
 
@@ -165,8 +167,11 @@ def traced(
 class _Scoped:
     """Dynamo's frame converter, with the interception in force while it traces and at no other time."""
 
-    def __init__(self, callback: Any, demand: Demand, rank_timeout: float | None) -> None:
+    def __init__(
+        self, callback: Any, demand: Demand, rank_timeout: float | None, norms: bool
+    ) -> None:
         self._callback, self._demand, self._rank_timeout = callback, demand, rank_timeout
+        self._norms = norms
         # Dynamo's C code walks this chain while frames are intercepted: a plain attribute, no Python code may run.
         self._torchdynamo_orig_backend = callback._torchdynamo_orig_backend
         self._after_program: frozenset[CallSite] = frozenset()
@@ -178,6 +183,7 @@ class _Scoped:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         fresh = Observed(self._demand.parameters, self._after_program, self._read_lists)
         fresh.symbols, fresh.within_reach = self._symbols, self._within_reach()
+        fresh.norms = [] if self._norms else None
         of = name_of(self.called[0]) if self.called else "the step"
         with stage(f"tracing {of}"), compiling(self._rank_timeout), intercepting(fresh) as seen:
             try:
@@ -309,6 +315,7 @@ def _capture(
         moved=tuple(seen.moved),
         declared=tuple(seen.declared),
         numbers=followed(step, seen.numbers, [name for name, _ in sources]),
+        norms=tuple(seen.norms or ()),
         never_zeroed=seen.left and not (seen.zeroed or seen.assigned or manual),
     )
 

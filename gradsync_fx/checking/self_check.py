@@ -186,7 +186,7 @@ def _unchecked(options: Options, draws: bool) -> Options:
     more = dict(options.options or {})
     if draws and options.backend == "inductor":
         more["fallback_random"] = True
-    return replace(options, self_check=False, commit=None, options=more or None)
+    return replace(options, self_check=False, commit=None, on_update=None, options=more or None)
 
 
 def _precision(options: Options) -> float:

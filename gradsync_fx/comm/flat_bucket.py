@@ -10,6 +10,7 @@ that runs: its only owner, which holds the tensors as well, so that no other ten
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -77,6 +78,7 @@ class FlatBuckets:
     """The buckets of one captured step, and which of them are being reduced.
 
     Any other sums that its programs reduce (with a running weight, say) are a bucket for as long as that takes.
+    waited: how often it was waited for one, and the seconds of that.
     """
 
     def __init__(self, buckets: Iterable[Sequence[torch.Tensor]]) -> None:
@@ -87,6 +89,7 @@ class FlatBuckets:
         self._parameters: SharedParameters | None = None
         self._gathers: list[SharesUnderWay] = []
         self._together = False
+        self.waited = (0, 0.0)
 
     @property
     def settled(self) -> bool:
@@ -216,13 +219,15 @@ class FlatBuckets:
 
     def wait(self, sums: Sequence[torch.Tensor]) -> None:
         """From here on these sums are reduced."""
-        bucket = self._started.pop(_key(sums))
+        bucket, start = self._started.pop(_key(sums)), time.perf_counter()
         if bucket.sent is not None:
             bucket.wait()
         else:
             assert self._in_memory is not None
             assert bucket.shared is not None
             self._in_memory.wait(bucket.shared)
+        waits, seconds = self.waited
+        self.waited = waits + 1, seconds + time.perf_counter() - start
 
 
 _IN_USE: ContextVar[FlatBuckets | None] = ContextVar("gradsync_fx buckets", default=None)

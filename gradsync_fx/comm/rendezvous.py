@@ -49,7 +49,7 @@ class Position:
     a number for the module buffers that it sends or takes. weights: of each part's terms on this rank; where weights
     are known only when a micro-step has run, without this call's. masks: whether its boundary program sees by itself
     whether a term counted; then it waited for no weight, and tells none. updates: a number for those of each part that
-    closes, where they are shared out among the ranks; else 0.
+    closes, where they are shared out among the ranks; else 0. stop: whether it was asked to stop.
     """
 
     kind: int
@@ -67,6 +67,7 @@ class Position:
     fed: int
     buffers: int
     masks: int
+    stop: int
     weights: tuple[float, ...]
     updates: tuple[float, ...]
 
@@ -223,7 +224,7 @@ class Line:
         """Every rank's position."""
         fixed = [mine.kind, mine.runs, mine.k, mine.pending, mine.closing, mine.optimizer_step]
         asked = [mine.layout, mine.discards, mine.certain, mine.settled]
-        held = [mine.collectives, mine.bound, mine.fed, mine.buffers, mine.masks]
+        held = [mine.collectives, mine.bound, mine.fed, mine.buffers, mine.masks, mine.stop]
         numbers = [*fixed, *asked, *held, *mine.weights, *mine.updates]
         rows = self.gather(numbers, where=self.place(mine.pending, mine.k, mine.optimizer_step))
         return Meeting([_position(row) for row in rows])

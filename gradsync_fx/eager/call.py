@@ -94,6 +94,7 @@ class EagerCall:
         owners = self._owners(names)
         if self._reach(owners):
             found = run([p.grad for p in held if p.grad is not None])
+            self._step.norms.append(found)
         else:
             found = torch.full((), torch.nan, dtype=held[0].dtype, device=held[0].device)
         if self.effects is not None:

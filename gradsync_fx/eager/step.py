@@ -19,12 +19,12 @@ from gradsync_fx.capture.names import batch_norms, ddp_modules, named_tensors
 from gradsync_fx.capture.reachable import Found
 from gradsync_fx.comm.collectives import OwnCollectives
 from gradsync_fx.comm.rendezvous import EAGER
-from gradsync_fx.eager.actions import Action, OptimizerStep, Schedule, Values
+from gradsync_fx.eager.actions import Action, Clipping, OptimizerStep, Schedule, Values
 from gradsync_fx.errors import CaptureError, OptionError
 from gradsync_fx.optim.state import in_groups, parameters_of
 from gradsync_fx.optim.zeroing import own_among
 from gradsync_fx.options import Options
-from gradsync_fx.planning.setting import Setting, find_setting, part_of
+from gradsync_fx.planning.setting import Setting, find_setting, part_of, wire_bytes
 from gradsync_fx.runtime.accumulators import Accumulators
 from gradsync_fx.runtime.consistency import Integrity
 from gradsync_fx.runtime.ending import Closed, Ending
@@ -54,9 +54,11 @@ class EagerStep:
     """One user function with the objects that it was found to touch.
 
     why: the error that kept it from being captured. actions: what the latest call did with its gradients; signs: how
-    (effects.py). sums: the window's, by parameter name. trained: parameters that ever received a gradient. settled: it
-    has nothing to share in memory. collectives: its own, once a call has shown whether it has any. clearing: modules
-    whose `zero_grad` is the user's own.
+    (effects.py). norms: what clippings gave in the latest call, or end of a window without one. weight: of the latest
+    call, where calls weigh. sums: the window's, by
+    parameter name. trained: parameters that ever received a gradient. settled: it has nothing to share in memory.
+    collectives: its own, once a call has shown whether it has any. clearing: modules whose `zero_grad` is the user's
+    own.
     """
 
     settled = True
@@ -101,6 +103,8 @@ class EagerStep:
         self.actions: list[Action] = []
         self.signs: dict[Any, list[int]] = {}
         self.collectives = OwnCollectives()
+        self.norms: list[torch.Tensor] = []
+        self.weight: torch.Tensor | None = None
 
     # Of protocol.py.
 
@@ -122,6 +126,22 @@ class EagerStep:
         return own or (
             self.setting.broadcast_buffers == "every" and bool(self.setting.shared_buffers)
         )
+
+    @property
+    def waited(self) -> tuple[int, float]:
+        """Its reductions are calls of torch's, which nobody times."""
+        return 0, 0.0
+
+    def take_weight(self) -> torch.Tensor | None:
+        weight, self.weight = self.weight, None
+        return weight if self.options.skip_nonfinite else None
+
+    def bytes_sent(self, closing: Collection[int]) -> int:
+        """Of all sums of these parts that are reduced, whether this window has terms of them or not."""
+        held = [n for i in self.in_turn(closing) for n in self.held_by(i) if n in self.reduced]
+        known, setting = self.objects.parameters, self.setting
+        alone = setting.group is None
+        return 0 if alone else sum(wire_bytes(known[n], setting, self.options) for n in held)
 
     def layout_for(self, in_window: Collection[str]) -> int:
         """Which parameters a call gives gradients to is known when it has run: never one layout for all ranks."""
@@ -192,6 +212,7 @@ class EagerStep:
 
     def close(self, ending: Ending, args: list[Any] | None) -> Closed:
         """A window that ends without data (its own calls end theirs: window.py), one optimizer after the other."""
+        self.norms = []
         numbers = self.in_turn(ending.meeting.closing)
         updated = [i for i in numbers if self.settle(ending, i, ready=self.updates)]
         self.repeat(updated)
@@ -293,6 +314,8 @@ class EagerStep:
         for action in self.actions:
             if not isinstance(action, Schedule) and set(action.reads) <= set(updated):
                 action.repeat(values)
+                if isinstance(action, Clipping) and action.slot in values:
+                    self.norms.append(values[action.slot])
 
     def schedule(self, updated: Collection[int]) -> None:
         """Schedulers step once for each update."""

@@ -81,7 +81,7 @@ class EagerWindow:
             executor.accumulators.drop_gradients(step.objects.parameters)
         executor.accumulators.check_trainable(step.objects.parameters, executor.next_place())
         executor.accumulators.make({}, step.objects.parameters, executor.options)
-        executor.catalogue.latest = step
+        executor.catalogue.latest, step.norms = step, []
         after = executor.window.called(summed=True)
         manual = executor.options.manual
         closing = NONE if manual else executor.closing(step)
@@ -214,6 +214,7 @@ class _MicroStep:
         executor.integrity.writes(updates=False)
         if weight is not None and not self._weighed:
             self._weighed = True
+            step.weight = weight
             for total in held.weights.values():
                 total.add_(weight)
         for name in names:

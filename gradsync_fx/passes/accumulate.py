@@ -81,8 +81,14 @@ def missing(draft: Draft, value: Node) -> Node:
 
 
 def give_host_values(draft: Draft, plan: Plan) -> None:
-    """What the host's own calls (a scheduler's, with a metric) want becomes an output."""
+    """What the host's own calls (a scheduler's, with a metric) want becomes an output; last, where terms may not count,
+    this call's weight."""
     _give(draft, plan, [index for role, index in sorted(draft.notes) if role is Role.HOST])
+    if plan.weighing is not None and plan.weighing.finite:
+        weight = draft.note(Role.WEIGHT)
+        assert weight is not None
+        draft.set_outputs([*draft.outputs(), weight])
+        draft.host_values += 1
 
 
 def give_late_host_values(draft: Draft, plan: Plan) -> None:

@@ -264,8 +264,7 @@ def find_buckets(
         parameter = capture.step.leaves[leaf].parameter
         reduction = _reduction(capture, regions, setting, leaf)
         held = accumulator_dtype(parameter, options)
-        dtype = setting.wire_dtype or held.to_real()
-        size = parameter.numel() * dtype.itemsize * (2 if held.is_complex else 1)
+        size = wire_bytes(parameter, setting, options)
         key = (
             reduction,
             parts[leaf],
@@ -311,6 +310,13 @@ def _reduction(capture: Capture, regions: Regions, setting: Setting, leaf: int) 
     if setting.group is None or capture.step.leaves[leaf].name in setting.ignored:
         return Reduction("sum", None, "local")
     return Reduction("sum", setting.reduced_over, "ranks")
+
+
+def wire_bytes(parameter: torch.Tensor, setting: Setting, options: Options) -> int:
+    """Of its gradient in one reduction."""
+    held = accumulator_dtype(parameter, options)
+    dtype = setting.wire_dtype or held.to_real()
+    return parameter.numel() * dtype.itemsize * (2 if held.is_complex else 1)
 
 
 def accumulator_dtype(parameter: torch.Tensor, options: Options) -> torch.dtype:

@@ -8,11 +8,14 @@ them have emptied the window.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from gradsync_fx.comm.rendezvous import Line
 from gradsync_fx.errors import OptionError
+from gradsync_fx.runtime.refusals import used_in_commit
+from gradsync_fx.threads import OneAtATime
 
 
 class Ballot:
@@ -49,3 +52,16 @@ class Ballot:
         except BaseException as failure:  # raised when the ranks have voted: they wait for this one
             self.failure = failure
             return False
+
+
+def without_the_step(
+    commit: Callable[[], Any], one_thread: OneAtATime, name: str
+) -> Callable[[], Any]:
+    """The user's decision, in which the step itself cannot be used."""
+
+    @functools.wraps(commit)
+    def alone() -> Any:
+        with one_thread.shut(used_in_commit(name)):
+            return commit()
+
+    return alone

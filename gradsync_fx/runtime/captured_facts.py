@@ -26,6 +26,7 @@ from gradsync_fx.planning.setting import (
     find_parts,
     find_setting,
     layout_fingerprint,
+    wire_bytes,
 )
 from gradsync_fx.planning.shareable import find_shareable
 
@@ -109,6 +110,17 @@ class CapturedFacts:
             if bucket.reduction.group == name
             for leaf in bucket.leaves
         )
+
+    def bytes_sent(self, closing: Collection[int]) -> int:
+        """What one rank gives to the reductions of these parts, and to the gathers of parameters that are shared."""
+        name, leaves, total = self.setting.reduced_over, self.capture.step.leaves, 0
+        for bucket in self.buckets:
+            if name is None or bucket.part not in closing or bucket.reduction.group != name:
+                continue
+            for parameter in (leaves[i].parameter for i in bucket.leaves):
+                total += wire_bytes(parameter, self.setting, self.options)
+                total += parameter.nbytes * self.shares
+        return total
 
     @property
     def shares(self) -> bool:

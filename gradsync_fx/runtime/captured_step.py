@@ -74,6 +74,7 @@ class CapturedStep:
         self.runner = ProgramRunner(facts, self.programs, integrity)
         self.host = HostCalls(facts, self.programs.bindings)
         self._tail_data: dict[int, Any] = {}
+        self._weight_number = -1
 
     # Of protocol.py: what it is.
 
@@ -113,6 +114,24 @@ class CapturedStep:
     @property
     def speaks_in_every_call(self) -> bool:
         return self.facts.speaks_in_every_call
+
+    @property
+    def waited(self) -> tuple[int, float]:
+        return self.runner.buckets.waited
+
+    @property
+    def norms(self) -> list[torch.Tensor]:
+        known = self.host.values
+        return [known[i] for i in self.facts.capture.norms if i in known]
+
+    def take_weight(self) -> torch.Tensor | None:
+        weighing = self.facts.weighing
+        if weighing is None or not weighing.finite:
+            return None
+        return self.host.values.pop(self._weight_number, None)
+
+    def bytes_sent(self, closing: Collection[int]) -> int:
+        return self.facts.bytes_sent(closing)
 
     def layout_for(self, in_window: Collection[str]) -> int:
         return self.facts.layout_for(in_window)
@@ -244,6 +263,7 @@ class CapturedStep:
             self.early_sums.fold()
         self.remember(args)
         numbers = range(compiled.program.host_values)
+        self._weight_number = len(numbers) - 1
         return self._run(compiled, args, divisors, counts, numbers, closing)
 
     def _run(

@@ -21,6 +21,7 @@ from gradsync_fx.comm.collectives import Agreement
 from gradsync_fx.comm.drift import Drift
 from gradsync_fx.comm.rendezvous import (
     ACCUMULATE,
+    BOUNDARY,
     FLUSH,
     Line,
     Meeting,
@@ -43,6 +44,7 @@ from gradsync_fx.runtime.ending import Closed, Ending, weights_summed
 from gradsync_fx.runtime.module_buffers import ModuleBuffers
 from gradsync_fx.runtime.outcome import Outcome, SettledStates
 from gradsync_fx.runtime.protocol import StepProtocol
+from gradsync_fx.runtime.update_watch import UpdateWatch
 from gradsync_fx.runtime.window import NONE, WindowState
 from gradsync_fx.user_lines import warn_user
 
@@ -54,7 +56,8 @@ class Executor:
     """Owns the window: counter, accumulators, steps. Everything that `optimize`'s step offers is asked of it.
 
     window: where this rank stands. sync_gradients: whether the last call was a boundary. saved: the window that was
-    saved or loaded last. discards: windows that were dropped. deferred: what the latest call left to be done with an
+    saved or loaded last. discards: windows that were dropped. watch: where any rank has an `on_update`. stop_agreed:
+    whether some rank had asked to stop when the ranks met last. deferred: what the latest call left to be done with an
     update. simulated: a number of ranks that are not there; then steps are captured and programs built, and nothing
     runs.
     """
@@ -80,6 +83,8 @@ class Executor:
         self._rest: tuple[StepProtocol, Meeting, Callable[[], Closed]] | None = None
         self._ballot: Ballot | None = None  # of the latest meeting
         self._refusals: list[BaseException] = []
+        self.watch: UpdateWatch | None = None
+        self._stop_asked = self.stop_agreed = False
 
     @property
     def begun(self) -> bool:
@@ -108,6 +113,7 @@ class Executor:
                 alike = shared_options(setting, self.options)
                 updates = self._updates(step)
                 check_replicas(self._line, alike, shared, setting.shared_buffers, updates)
+        self.watch = UpdateWatch.wanted(self._line, self.options, setting, shared.values())
         self.buffers.first(step)
         self.drift.begin(shared)
         self._begun = True
@@ -198,6 +204,7 @@ class Executor:
             fed=summed,
             buffers=self.buffers.number(),
             masks=masks,
+            stop=self._stop_asked,
             weights=unread
             if masks
             else held.weights_read()
@@ -208,9 +215,12 @@ class Executor:
                 for part in range(len(after.parts))
             ),
         )
+        if closes and self.watch is not None:
+            self.watch.closing(step)
         with self.integrity.among_ranks(alone=self._line.group is None):
             self.drift.compare(self._line)
             meeting = self._line.meet(mine)
+            self.stop_agreed |= meeting.kind == BOUNDARY and any(p.stop for p in meeting.ranks)
             commit = self.options.commit
             self._ballot = None if commit is None else Ballot(commit, self._line)
             check_same_kind(meeting)
@@ -235,6 +245,10 @@ class Executor:
             max(self.options.steps), window.pending, window.optimizer_step, len(window.parts)
         )
         check_same_kind(line.meet(mine))
+
+    def ask_to_stop(self) -> None:
+        """The next meeting tells all ranks. For signal handlers, too: it only sets a flag."""
+        self._stop_asked = True
 
     def ending(self, meeting: Meeting, after: WindowState) -> Ending:
         """What a step is given to end the window in which these ranks met."""
@@ -296,6 +310,8 @@ class Executor:
         self.accumulators.closed(closing)
         self.window = self.window.closed(closing)
         updated = bool(closed.updated) if closed.outcome is None else None
+        if self.watch is not None:
+            self.watch.closed(step, meeting, self.window.micro_step)
         self._count(updated)
         log.debug("window closed after call %d: %s", self.window.micro_step, closing)
         if meeting.pending:
@@ -349,6 +365,8 @@ class Executor:
 
     def _follow_up(self, step: StepProtocol, meeting: Meeting, *, updated: bool) -> None:
         """What is looked at after an update, or said of a window without one."""
+        if self.watch is not None:
+            self.watch.counted(step, self.window.optimizer_step, updated=updated)
         if updated:
             with self.integrity.among_ranks(alone=self._line.group is None):
                 self.drift.updated(self._line, self.window.optimizer_step, step.reduced)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch.optim import Optimizer
 
 from gradsync_fx.comm.collectives import OwnCollectives
@@ -68,6 +69,20 @@ class StepProtocol(Protocol):
     @property
     def speaks_in_every_call(self) -> bool:
         """Whether also an accumulate call meets the other ranks: it has collectives anyway, of ours or of its own."""
+
+    @property
+    def waited(self) -> tuple[int, float]:
+        """How often calls waited for a reduction so far, and the seconds of that, as far as it is measured."""
+
+    @property
+    def norms(self) -> Sequence[torch.Tensor]:
+        """What the clippings of the latest update gave; nothing where nobody asks."""
+
+    def take_weight(self) -> torch.Tensor | None:
+        """Once after each call: what it weighs, 0 where its term does not count; None where each term counts."""
+
+    def bytes_sent(self, closing: Collection[int]) -> int:
+        """Of what this rank gives to the reductions, and gathers, of one window of these parts."""
 
     def layout_for(self, in_window: Collection[str]) -> int:
         """A number for the buckets that hold the window's gradients; see `Position`."""

@@ -11,6 +11,7 @@ from gradsync_fx.errors import WindowError
 from gradsync_fx.runtime.consistency import SUMS
 from gradsync_fx.runtime.executor import Executor
 from gradsync_fx.runtime.refusals import changed_steps, nothing_captured
+from gradsync_fx.runtime.update_watch import tell, timed
 from gradsync_fx.runtime.window import NONE
 from gradsync_fx.user_lines import warn_user
 from gradsync_fx.wording import number_of
@@ -27,18 +28,26 @@ def flush(executor: Executor, on_update: Any = None) -> None:
             raise nothing_captured("flush")
         return
     updated = False
+    failures: list[BaseException] = []
     while True:
-        _, meeting = executor.close(step, FLUSH, NONE, None)
+        with timed(executor.watch):
+            _, meeting = executor.close(step, FLUSH, NONE, None)
         if meeting.kind == BOUNDARY and executor.sync_gradients:
             updated = True
             if on_update is not None:
                 on_update()
-        if meeting.over:
+        try:
+            tell(executor.watch)
+        except BaseException as raised:
+            failures.append(raised)  # the other ranks' windows go on, with this rank in them
+        if meeting.over or executor.stop_agreed:
             break
     executor.buffers.at_end(step)
     ARRIVALS.settle()
     executor.sync_gradients = updated
     executor.raise_refusal()
+    for failure in failures:
+        raise failure
 
 
 def skip(executor: Executor) -> None:
@@ -58,8 +67,10 @@ def skip(executor: Executor) -> None:
         )
     closing = executor.closing(step)
     if closing:
-        executor.close(step, BOUNDARY, closing, None)
+        with timed(executor.watch):
+            executor.close(step, BOUNDARY, closing, None)
         executor.raise_refusal()
+        tell(executor.watch)
         return
     after = executor.window.called(summed=False)
     if step.speaks_in_every_call:
@@ -78,6 +89,8 @@ def discard(executor: Executor) -> None:
     held.restored = {}
     held.restore_in_window([])
     held.clear(executor.all_parts)
+    if executor.watch is not None:
+        executor.watch.discarded()
     executor.discards += 1
     executor.window = executor.window.closed(executor.all_parts)
     executor.sync_gradients = False

@@ -216,6 +216,7 @@ class Trained:
     row: Row
     model: nn.Module
     vote: Vote
+    told: list[gradsync_fx.UpdateRecord] = field(default_factory=list)
     optimizers: list[Optimizer] = field(init=False)
     schedules: list[Any] = field(init=False)
     step: Any = field(init=False)
@@ -233,6 +234,7 @@ class Trained:
             step_of(row, self.optimizers),
             gradient_accumulation_steps=k,
             commit=self.vote if row["commit"] else None,
+            on_update=self.told.append if row["on_update"] and dist.get_rank() else None,
             **options_of(row),
         )
 
@@ -242,7 +244,7 @@ class Trained:
 
     def resumed(self) -> Trained:
         """New objects with this one's state."""
-        fresh = Trained(self.row, MODELS[self.row["model"]](), self.vote)
+        fresh = Trained(self.row, MODELS[self.row["model"]](), self.vote, self.told)
         held = [fresh.model, *fresh.optimizers, *fresh.schedules, fresh.step]
         for one, saved in zip(held, self.state(), strict=True):
             one.load_state_dict(saved)
@@ -299,7 +301,20 @@ def ours(row: Row, rank: int, events: list[Event], model: nn.Module) -> list[lis
                 advance(trained.schedules)
         step.settle()  # each rank by itself, and only where something is on its way
         states.append([p.detach().clone() for p in trained.model.parameters()])
+    check_told(trained)
     return states
+
+
+def check_told(trained: Trained) -> None:
+    """Each update in one record, with what it is made of."""
+    if trained.row["on_update"] and dist.get_rank():
+        updates = trained.step.optimizer_step
+        assert [record.update for record in trained.told] == list(range(1, updates + 1))
+        for record in trained.told:
+            assert record.terms > 0
+            assert record.loss is not None
+            assert math.isfinite(record.loss)
+            assert bool(record.gradient_norms) == (trained.row["clip"] == "norm")
 
 
 def advance(schedules: list[Any]) -> None:
