@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from gradsync_fx.explanation import explain
     from gradsync_fx.optimized_step import OptimizedStep
     from gradsync_fx.options import BackendOptions
+    from gradsync_fx.runtime.load_planner import WindowLoadPlanner
     from gradsync_fx.runtime.optimizer_shards import OptimizerShards
     from gradsync_fx.update_record import UpdateRecord
 
@@ -74,6 +75,7 @@ __all__ = [
     "VerificationError",
     "VersionError",
     "WindowError",
+    "WindowLoadPlanner",
     "calibrate",
     "diagnose",
     "explain",
@@ -88,6 +90,7 @@ _LATE = {
     "OptimizedStep": "optimized_step",
     "OptimizerShards": "runtime.optimizer_shards",
     "UpdateRecord": "update_record",
+    "WindowLoadPlanner": "runtime.load_planner",
     "calibrate": "calibration",
     "diagnose": "eager_loops",
     "explain": "explanation",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
@@ -29,7 +30,7 @@ from gradsync_fx.progress import LongCall
 from gradsync_fx.runtime.atomic_files import FilePath
 from gradsync_fx.runtime.ballot import without_the_step
 from gradsync_fx.runtime.bound_steps import bound_step
-from gradsync_fx.runtime.checkpoint import load, load_file, save, save_file
+from gradsync_fx.runtime.checkpoint import load, load_file, load_files, save, save_file
 from gradsync_fx.runtime.executor import Executor
 from gradsync_fx.runtime.refusals import no_copies
 from gradsync_fx.runtime.update_watch import tell
@@ -315,15 +316,18 @@ class OptimizedStep(Generic[P, R]):
         with self._one_thread.held():
             save_file(self._executor, path, states)
 
-    def load(self, path: FilePath) -> dict[str, Any]:
+    def load(self, path: FilePath | Sequence[FilePath]) -> dict[str, Any]:
         """Takes the window from a file of `save`, and returns the further states, by name, on the CPU.
 
-        The caller hands them to `load_state_dict` of the model and the others. Nothing in a file is run
+        path: this rank's file; or those of all ranks, in order, which another number of ranks share out. The caller
+        hands the states to `load_state_dict` of the model and the others. Nothing in a file is run
         (`weights_only=True`). Raises `StateError` for a file that is damaged, of another format, or does not fit;
         nothing is changed then.
         """
         with self._one_thread.held():
-            return load_file(self._executor, path)
+            if isinstance(path, str | os.PathLike):
+                return load_file(self._executor, path)
+            return load_files(self._executor, path)
 
     def report(self, hardware: str | Hardware = "laptop") -> Report:
         """What the rewrite changed, for what has been captured so far. Raises `WindowError` before the first call.

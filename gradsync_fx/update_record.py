@@ -83,6 +83,21 @@ class UpdateRecord:
         """The same, of a step that clips once; None for others. Waits for the device."""
         return float(self._norms[0]) if len(self._norms) == 1 else None
 
+    def scalars(self) -> dict[str, float]:
+        """The numbers of it that a logger draws, by name: those that are there, one for each parameter group and norm.
+
+        Waits for the ranks and the device.
+        """
+        found = {name: float(v) for name, v in self.as_dict().items() if isinstance(v, int | float)}
+        del found["update"]
+        for name, values in (
+            ("learning_rate", self.learning_rates),
+            ("gradient_norm", self.gradient_norms),
+        ):
+            numbered = {f"{name}_{i}": value for i, value in enumerate(values)}
+            found |= {name: values[0]} if len(values) == 1 else numbered
+        return found
+
     def as_dict(self) -> dict[str, Any]:
         """All of it by name, plain numbers: for a logger. Waits for the ranks and the device."""
         names = [n for n in self.__dataclass_fields__ if not n.startswith("_")]

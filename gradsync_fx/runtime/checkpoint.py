@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from gradsync_fx.comm.liveness import in_job
@@ -35,7 +36,9 @@ def load(executor: Executor, given: Any) -> None:
     """Takes what `save` gave. Raises `StateError` where it does not fit; nothing is changed then."""
     executor.integrity.check("load_state_dict", allowed=SUMS | UPDATE)
     executor.settle_all()
-    saved = unpack(given, list(executor.options.steps), *_place(executor))
+    setting = executor.setting
+    ignored = setting.ignored if setting is not None else ()
+    saved = unpack(given, *_place(executor), executor.options, ignored)
     held = executor.accumulators
     steps = executor.catalogue.steps
     known = {n: p for step in reversed(steps) for n, p in step.objects.parameters.items()}
@@ -69,8 +72,37 @@ def save_file(executor: Executor, path: FilePath, states: dict[str, Any]) -> Non
         raise
 
 
+def load_files(executor: Executor, paths: Sequence[FilePath]) -> dict[str, Any]:
+    """Takes the window from the files of all ranks, in order, and gives back this rank's further states.
+
+    Those of rank 0, where there were fewer ranks.
+    """
+    found = [_read(path) for path in paths]
+    whole: dict[str, Any] = {}
+    for path, one in zip(paths, found, strict=True):
+        window = one["window"]
+        for key, value in window.items():
+            if isinstance(value, int) and whole.get(key, value) != value:
+                raise StateError(
+                    f"file {str(path)!r}",
+                    seen=f"{key} is {value}, and {whole[key]} in {str(paths[0])!r}",
+                    wanted="files that were saved at one point in time",
+                    fix="give the files of all ranks of one save",
+                )
+        whole |= window
+    load(executor, whole)
+    rank, _ = _place(executor)
+    return dict(found[rank if rank < len(found) else 0]["states"])
+
+
 def load_file(executor: Executor, path: FilePath) -> dict[str, Any]:
     """Takes the window from a file of `save_file`, and gives back the further states."""
+    found = _read(path)
+    load(executor, found["window"])
+    return dict(found["states"])
+
+
+def _read(path: FilePath) -> dict[str, Any]:
     found = read_data(path)
     if not isinstance(found, dict) or set(found) != {"window", "states"}:
         keys = sorted(map(str, found)) if isinstance(found, dict) else type(found).__name__
@@ -80,9 +112,7 @@ def load_file(executor: Executor, path: FilePath) -> dict[str, Any]:
             wanted="a file of step.save(path, ...)",
             fix="load it with torch.load, and the window in it with step.load_state_dict",
         )
-    load(executor, found["window"])
-    states: dict[str, Any] = found["states"]
-    return states
+    return found
 
 
 def _place(executor: Executor) -> tuple[int, int]:

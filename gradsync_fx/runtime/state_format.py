@@ -7,13 +7,15 @@ shape, and leaves out what that dict does not have.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from gradsync_fx.errors import StateError
+from gradsync_fx.options import Options
+from gradsync_fx.runtime.other_ranks import taken_over
 from gradsync_fx.runtime.window import Part, WindowState
 from gradsync_fx.wording import number_of
 
@@ -58,12 +60,15 @@ def pack(saved: Saved, steps: list[int], rank: int, world: int) -> dict[str, Any
     }
 
 
-def unpack(given: Any, steps: list[int], rank: int, world: int) -> Saved:
-    """Checks a state dict against this run.
+def unpack(
+    given: Any, rank: int, world: int, options: Options, ignored: Collection[str] = ()
+) -> Saved:
+    """Checks a state dict against this run. ignored: parameters that are not reduced.
 
     Raises `StateError`: another format; keys that are foreign or missing; values that cannot be; sums that are not all
-    there; a rank that is not in it; with an open window, another k or world size.
+    there; a rank that is not in it; with an open window, another k, or a number of ranks that its sums do not allow.
     """
+    steps = list(options.steps)
     if not isinstance(given, dict) or given.get("format") != FORMAT:
         found = given.get("format") if isinstance(given, dict) else type(given).__name__
         raise StateError(
@@ -77,6 +82,8 @@ def unpack(given: Any, steps: list[int], rank: int, world: int) -> Saved:
     check_entries("state", {k: v for k, v in given.items() if k not in others}, ENTRIES)
     for name in others:
         check_entries(f"state of {name}", given[name], RANKS_ENTRIES)
+    given = taken_over(given, rank, world, options, ignored)
+    others = [r for r in others if r in given]
     pending = max([max(given[r]["pending"]) for r in others], default=0)
     for name, here in (("gradient_accumulation_steps", steps), ("world_size", world)):
         if pending and given[name] != here:
