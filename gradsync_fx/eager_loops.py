@@ -7,10 +7,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gradsync_fx.diagnosis.findings import Diagnosis, WindowSeen
-from gradsync_fx.diagnosis.rules import findings
-from gradsync_fx.diagnosis.watch import Watch, watching
-from gradsync_fx.diagnosis.windows import Loop, Window, windows
+from gradsync_fx.diagnosis.findings import Diagnosis
+from gradsync_fx.diagnosis.judgement import judged, world_of
+from gradsync_fx.diagnosis.watch import watching
+from gradsync_fx.diagnosis.windows import windows
 from gradsync_fx.errors import NoGradientError, OptionError
 from gradsync_fx.user_lines import user_line
 
@@ -59,44 +59,4 @@ def diagnose(
             wanted=f"at least {2 * micro_steps} micro-steps with a backward each",
             fix="pass a function that runs your training loop over a few batches, eagerly",
         )
-    return _judged(_loop(watch, seen, micro_steps, process_group))
-
-
-def _loop(watch: Watch, seen: tuple[Window, ...], k: int, group: dist.ProcessGroup | None) -> Loop:
-    trained = frozenset().union(*(w.parameters for w in seen)) or frozenset(watch.parameters)
-    mine = {i: p for i, p in watch.parameters.items() if i in trained}
-    used = [w for w in watch.wrappers if any(id(p) in trained for p in w.parameters())]
-    if group is None and used:
-        group = used[0].process_group
-    grouped = dist.is_available() and dist.is_initialized()
-    return Loop(
-        windows=seen,
-        k=k,
-        world=dist.get_world_size(group) if grouped else 1,
-        wrapped=frozenset(id(p) for w in used for p in w.parameters()),
-        bytes=sum(p.numel() * p.element_size() for p in mine.values() if p.requires_grad),
-        sharded=any(hasattr(p, "device_mesh") for p in mine.values()),
-    )
-
-
-def _judged(loop: Loop) -> Diagnosis:
-    return Diagnosis(
-        findings=findings(loop),
-        windows=tuple(_seen(w, loop) for w in loop.windows if w.micro_steps),
-        micro_steps=loop.k,
-        world_size=loop.world,
-        gradient_bytes=loop.bytes,
-    )
-
-
-def _seen(window: Window, loop: Loop) -> WindowSeen:
-    counts = [m.backward.collectives for m in window.micro_steps]
-    known = [c for c in counts if c is not None]
-    reduced = sum(m.reduces for m in window.micro_steps)
-    return WindowSeen(
-        micro_steps=len(window.micro_steps),
-        reduced=reduced,
-        collectives=sum(known) if len(known) == len(counts) else None,
-        bytes=reduced * loop.bytes,
-        updated=bool(window.steps),
-    )
+    return judged(watch, seen, micro_steps, world_of(watch, process_group))

@@ -143,6 +143,10 @@ WAYS_OUT: dict[str, str | Untried] = {
         Untried("needs a factory that takes longer than a default of minutes")
     ),
     "cli/subprocess_job.py:_answer": Untried("how to look further, at a process that died"),
+    "cli/conversions.py:convert_script": "tests/cli/test_conversions.py::test_what_is_no_script",
+    "cli/conversions.py:convert_script run the script alone; it": (
+        "tests/cli/test_conversions.py::test_what_is_no_script"
+    ),
     "cli/outputs.py:check_outputs": "tests/cli/test_main.py::test_files",
     "cli/outputs.py:save_output": "tests/cli/test_main.py::test_files",
     "cli/outputs.py:_stdout": "tests/cli/test_main.py::test_files",

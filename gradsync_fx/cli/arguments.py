@@ -29,6 +29,14 @@ EXAMPLES = {
         "gradsync-fx plan examples/inspect_step.py:gpt --memory 2GB --global-batch 64",
         "gradsync-fx plan train.py:factory --memory 24GB --global-batch 512 --world-size 8 --hardware a100-nvlink",
     ),
+    "diagnose": (
+        "gradsync-fx diagnose train.py",
+        "gradsync-fx diagnose --windows 2 --micro-steps 4 --stop train.py",
+    ),
+    "convert": (
+        "gradsync-fx convert train.py",
+        "gradsync-fx convert train.py --output train_accumulating.py",
+    ),
     "doctor": ("gradsync-fx doctor", "gradsync-fx doctor --json - | jq .ok"),
 }
 
@@ -188,6 +196,23 @@ LimitOption = Annotated[
         min=0,
         metavar="S",
         help="seconds for loading, factory and capture; 0: no limit, in this process, as a debugger needs it",
+    ),
+]
+WatchedArgument = Annotated[
+    list[str],
+    typer.Argument(metavar="COMMAND", help="a script and its arguments", show_default=False),
+]
+WindowsOption = Annotated[
+    int, typer.Option("--windows", min=1, metavar="N", help="windows (updates) to watch")
+]
+WatchedStepsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--micro-steps",
+        min=1,
+        metavar="K",
+        help="that the script means to put into one update",
+        show_default="the most frequent number seen",
     ),
 ]
 TraceOption = Annotated[bool, typer.Option("--traceback", help="show the traceback of an error")]

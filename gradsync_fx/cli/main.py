@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated
@@ -39,11 +40,14 @@ from gradsync_fx.cli.arguments import (
     SumsOption,
     TargetOption,
     TraceOption,
+    WatchedArgument,
+    WatchedStepsOption,
+    WindowsOption,
     WireOption,
     WorldOption,
     epilog,
 )
-from gradsync_fx.cli.problems import Problem
+from gradsync_fx.cli.problems import Afterwards, Problem
 
 
 FACTORY = "FACTORY is a function without arguments that returns (train_step, args) or (train_step, args, kwargs)."
@@ -51,7 +55,7 @@ FACTORY = "FACTORY is a function without arguments that returns (train_step, arg
 
 app = typer.Typer(
     name="gradsync-fx",
-    help="Shows what gradsync_fx makes of a training step: nothing is trained, no other machine is needed.",
+    help="Shows what gradsync_fx makes of a training step, without training; watches and converts training scripts.",
     epilog=epilog(*EXAMPLES),
     rich_markup_mode="rich",
     no_args_is_help=True,
@@ -178,6 +182,68 @@ def doctor(json: JsonOption = None, traceback: TraceOption = False) -> None:
         commands.show_checks(json)
 
 
+@app.command(
+    "diagnose",
+    epilog=epilog("diagnose"),
+    help="Runs a script unchanged, and says which mistakes of gradient accumulation its first windows make.\n\n"
+    "COMMAND is a script and its arguments, or, behind --, all of a command line that begins with python or torchrun; "
+    "other launchers start `-m gradsync_fx.diagnose train.py`. "
+    "What is found goes to stderr, of rank 0. Exceptions and the exit code are the script's, but with --stop.",
+    context_settings={"allow_interspersed_args": False},
+)
+def watch_script(
+    command: WatchedArgument,
+    windows: WindowsOption = 3,
+    micro_steps: WatchedStepsOption = None,
+    stop: Annotated[
+        bool,
+        typer.Option(
+            "--stop",
+            help="end the script after these windows; exits with 1 where a mistake is found",
+        ),
+    ] = False,
+    module: Annotated[
+        bool,
+        typer.Option("--module", "-m", help="COMMAND begins with a module's name, not a file's"),
+    ] = False,
+    traceback: TraceOption = False,
+) -> None:
+    given = dict(locals())
+    with _told(traceback):
+        from gradsync_fx.cli import script
+
+        run = script.to_run(given)
+    raise Afterwards(run)
+
+
+@app.command(
+    "convert",
+    epilog=epilog("convert"),
+    help="Turns loops that accumulate gradients into gradsync_fx.optimize, and shows the difference.\n\n"
+    "Nothing is run. Loops of a shape that is not known stay as they are; stderr says which, and why.",
+)
+def rewrite_script(
+    script: Annotated[
+        str, typer.Argument(metavar="FILE.py", help="a training script", show_default=False)
+    ],
+    output: Annotated[
+        str | None,
+        typer.Option("--output", "-o", metavar="OUT", help="write the new script there instead"),
+    ] = None,
+    in_place: Annotated[
+        bool, typer.Option("--in-place", help="write it over the script instead")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="let --output write over a file that exists")
+    ] = False,
+    traceback: TraceOption = False,
+) -> None:
+    with _told(traceback):
+        from gradsync_fx.cli import conversions
+
+        conversions.convert_script(script, output, in_place=in_place, force=force)
+
+
 @contextmanager
 def _told(traceback: bool) -> Iterator[None]:
     """Problems become text on stderr and an exit code."""
@@ -191,4 +257,19 @@ def _told(traceback: bool) -> Iterator[None]:
 
 def main() -> None:
     """The entry point."""
-    app(prog_name="gradsync-fx")
+    _run(*sys.argv[1:])
+
+
+def diagnose_script() -> None:
+    """The entry point of `python -m gradsync_fx.diagnose`, for launchers that start modules."""
+    _run("diagnose", *sys.argv[1:])
+
+
+def _run(*arguments: str) -> None:
+    shown = sys.excepthook  # typer puts its own in its place
+    try:
+        app(arguments, prog_name="gradsync-fx")
+    except Afterwards as after:
+        run = after.run
+    sys.excepthook = shown
+    run()  # here no exception is met by the parser, which has texts and exit codes of its own for some

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from rich.text import Text
 
 from gradsync_fx.errors import GradSyncError
@@ -10,11 +12,19 @@ from gradsync_fx.errors import GradSyncError
 REFUSED, USAGE, RAISED, UNWRITABLE = 1, 2, 3, 4
 MEANINGS = {
     0: "ok",
-    REFUSED: "the step is refused, or the doctor found a failure",
+    REFUSED: "the step is refused, nothing is converted, or the doctor or diagnose --stop found a failure",
     USAGE: "wrong use: bad arguments, file or factory not found",
     RAISED: "the factory or the step raised, hung, or returned the wrong thing",
     UNWRITABLE: "an output cannot be written",
 }
+
+
+class Afterwards(BaseException):
+    """What a command leaves to be done when the parser of arguments is out of the way."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        super().__init__()
+        self.run = run
 
 
 class Problem(Exception):

@@ -167,7 +167,7 @@ def _open(loop: Loop) -> bool:
 
 
 def _left_open(loop: Loop) -> Iterator[Finding]:
-    if loop.closed and _open(loop):
+    if loop.closed and _open(loop) and not loop.cut:
         window = loop.windows[-1]
         yield Finding(
             "window-left-open",

@@ -39,11 +39,12 @@ class Watch:
     """What has been seen so far.
 
     events: in order. parameters: all that may hold gradients, by id. wrappers: all DDP modules of the process. groups:
-    those whose collectives are counted.
+    those whose collectives are counted. after_backward: called when one was recorded; it may end the watch, or raise.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.events: list[Event] = []
+        self.after_backward: Callable[[], None] = lambda: None
         self.parameters: dict[int, Tensor] = {}
         # By the mro: isinstance would run Python code of DDP's for each object of the process.
         self.wrappers: list[DistributedDataParallel] = [
@@ -171,9 +172,21 @@ class Watch:
                     in_step="step" in self._inside,
                 )
             )
+            self.after_backward()
             return result
 
         return backward
+
+    def joined(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Of the default group, where it is made in the block."""
+
+        def init_process_group(*args: Any, **kwargs: Any) -> None:
+            original(*args, **kwargs)
+            if dist.group.WORLD is not None:  # or it has no rank of this process
+                self.groups.append(dist.group.WORLD)
+            self._sent = self._sequence()
+
+        return init_process_group
 
     def _meet(self, ddp: DistributedDataParallel) -> None:
         """Of a DDP module that was not there at first: made in the block."""
@@ -296,6 +309,8 @@ def watching(group: dist.ProcessGroup | None) -> Iterator[Watch]:
     ]
     if dist.is_available():
         functions.append((dist.all_reduce, watch.all_reduce))
+        if group is None:
+            functions.append((dist.init_process_group, watch.joined))
     with ExitStack() as stack:
         stack.enter_context(_everywhere([(f, wrap(f)) for f, wrap in functions]))
         for owner, name, change in (

@@ -80,7 +80,10 @@ class Window:
 
 @dataclass(frozen=True)
 class Loop:
-    """All that was seen of a loop. k: micro-steps wanted in a window. wrapped: parameters inside of DDP modules."""
+    """All that was seen of a loop.
+
+    k: micro-steps wanted in a window. wrapped: parameters inside of DDP modules. cut: the watch ended before the loop.
+    """
 
     windows: tuple[Window, ...]
     k: int
@@ -88,6 +91,7 @@ class Loop:
     wrapped: frozenset[int]
     bytes: int
     sharded: bool
+    cut: bool = False
 
     @cached_property
     def closed(self) -> tuple[Window, ...]:
