@@ -20,14 +20,17 @@ GROUND = {
     "choices",
     "options",
     "_torch",
+    "_torch_aot",
     "_torch_cpp",
     "_torch_cuda",
+    "disk_cache",
     "threads",
     "user_lines",
     "scaling",
     "gc_off",
     "wording",
     "progress",
+    "update_record",
     "code_uses",
     "classes",
 }
@@ -185,6 +188,7 @@ def test_every_module_is_reached_by_a_test() -> None:
 
 PRIVATE_TORCH = {
     "_torch",
+    "_torch_aot",
     "_torch_cpp",
     "_torch_cuda",
 }  # always; and where code for a CUDA target is made

@@ -72,7 +72,11 @@ def run(script: str) -> str:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["--version"], *([c, "--help"] for c in ("inspect", "diff", "plan", "doctor"))],
+    [
+        ["--help"],
+        ["--version"],
+        *([c, "--help"] for c in ("inspect", "diff", "plan", "doctor", "cache")),
+    ],
     ids=" ".join,
 )
 def test_help_is_shown_without_torch(arguments: list[str]) -> None:

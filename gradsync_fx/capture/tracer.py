@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 from gradsync_fx._torch import (
     FakeTensorMode,
     TorchDynamoException,
-    aot_module_simplified,
     cached_backends,
     detect_fake_mode,
     dynamo_optimize,
@@ -32,13 +31,14 @@ from gradsync_fx._torch import (
     tree_map_only,
 )
 from gradsync_fx.capture.canonicalize import canonicalize
-from gradsync_fx.capture.checkpointing import refuse_reentrant, rematerialize, torch_pass_off
+from gradsync_fx.capture.checkpointing import refuse_reentrant, rematerialize
 from gradsync_fx.capture.counts import FollowedNumber
 from gradsync_fx.capture.explained import explained
+from gradsync_fx.capture.functional import functional
 from gradsync_fx.capture.inquiry import Inquiry, Runnable, TracedStep
 from gradsync_fx.capture.markers import TRACED, Demand
 from gradsync_fx.capture.names import batch_norms, ddp_modules, holders, named_tensors
-from gradsync_fx.capture.past_autograd import keep_writes, outputs_in_their_places
+from gradsync_fx.capture.past_autograd import keep_writes
 from gradsync_fx.capture.patches import intercepting
 from gradsync_fx.capture.reachable import discover
 from gradsync_fx.capture.trace_state import (
@@ -227,10 +227,10 @@ def _functional(
         for n in module.graph.find_nodes(op="placeholder")
     ]
 
-    def receive(graph: GraphModule, fakes: Any) -> Any:
+    def receive(graph: GraphModule) -> Any:
         keep_writes(graph, [source for source, _ in sources])
         rematerialize(graph)
-        capture = _capture(graph, fakes, sources, seen, manual)
+        capture = _capture(graph, sources, seen, manual)
         ready: list[Callable[[list[Any]], Any]] = []
 
         def boxed(args: list[Any]) -> Any:
@@ -246,25 +246,17 @@ def _functional(
         boxed._boxed_call = True  # type: ignore[attr-defined]
         return boxed
 
-    with torch_pass_off(), outputs_in_their_places():
-        compiled = aot_module_simplified(
-            module,
-            inputs,
-            fw_compiler=receive,  # type: ignore[arg-type]
-            inference_compiler=receive,  # type: ignore[arg-type]
-            decompositions=decompositions,
-            keep_inference_input_mutations=True,
-        )
+    compiled = functional(module, inputs, decompositions, receive)
     return torch.compiler.disable(compiled, reason="a compiled gradsync_fx step")
 
 
 def _capture(
     graph: GraphModule,
-    fakes: list[Any],
     sources: list[tuple[str, Any]],
     seen: Observed,
     manual: bool,
 ) -> Capture:
+    fakes = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
     if len(fakes) != len(sources):
         raise CaptureError(
             "inputs of the step",

@@ -38,6 +38,7 @@ EXAMPLES = {
         "gradsync-fx convert train.py --output train_accumulating.py",
     ),
     "doctor": ("gradsync-fx doctor", "gradsync-fx doctor --json - | jq .ok"),
+    "cache": ("gradsync-fx cache", "gradsync-fx cache --clear"),
 }
 
 

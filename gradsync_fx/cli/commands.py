@@ -18,10 +18,11 @@ from rich.text import Text
 from gradsync_fx.cli import doctor as checks
 from gradsync_fx.cli.diff import codes, to_sides
 from gradsync_fx.cli.factory import Request, Target, Tell, make_report
-from gradsync_fx.cli.outputs import STDOUT, check_outputs, save_output, show, write
+from gradsync_fx.cli.outputs import STDOUT, check_outputs, out, save_output, show, write
 from gradsync_fx.cli.plan import Wanted, as_data, make_plan, to_table
 from gradsync_fx.cli.problems import REFUSED, USAGE, Problem, printable
 from gradsync_fx.cli.subprocess_job import limited
+from gradsync_fx.disk_cache import LIMIT, clear_entries, entries_folder, held_entries
 from gradsync_fx.errors import OptionError, ToolchainError
 from gradsync_fx.inspection.costs import PRESETS, Hardware, find_hardware
 from gradsync_fx.inspection.report import Report
@@ -107,6 +108,19 @@ def show_checks(output: str | None) -> None:
         show(Console(), table)
     if not ok:
         raise typer.Exit(REFUSED)
+
+
+def show_cache(output: str | None, *, clear: bool) -> None:
+    """`cache`. output: for its JSON. clear: deletes the entries, and shows what there was."""
+    check_outputs(json=output)
+    folder, (entries, size) = entries_folder(), held_entries()
+    deleted = clear_entries() if clear else 0
+    if output is not None:
+        found = {"folder": str(folder), "entries": entries, "bytes": size, "deleted": deleted}
+        write(output, _json(found))
+    if output != STDOUT:
+        text = f"{entries} entries, {size / 2**20:.1f} MiB, at most {LIMIT // 2**20}\n{folder}"
+        out(printable(f"{text}\n{deleted} deleted\n" if clear else f"{text}\n"))
 
 
 def _report(given: dict[str, Any], machine: Hardware) -> Report:

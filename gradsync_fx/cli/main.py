@@ -244,6 +244,21 @@ def rewrite_script(
         conversions.convert_script(script, output, in_place=in_place, force=force)
 
 
+@app.command(
+    epilog=epilog("cache"),
+    help="What traces left on disk for later processes, beside Inductor's cache.",
+)
+def cache(
+    clear: Annotated[bool, typer.Option("--clear", help="delete it")] = False,
+    json: JsonOption = None,
+    traceback: TraceOption = False,
+) -> None:
+    with _told(traceback):
+        from gradsync_fx.cli import commands
+
+        commands.show_cache(json, clear=clear)
+
+
 @contextmanager
 def _told(traceback: bool) -> Iterator[None]:
     """Problems become text on stderr and an exit code."""

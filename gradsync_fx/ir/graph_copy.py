@@ -25,7 +25,7 @@ def copy_nodes(source: Graph, into: Graph, of: dict[Node, Node]) -> Any:
         if node.op == "output":
             return map_arg(node.args[0], of.__getitem__)
         made = into.create_node(node.op, node.target, name=node.name, type_expr=node.type)
-        _give(made, *map_arg((node.args, node.kwargs), of.__getitem__))
+        give_arguments(made, *map_arg((node.args, node.kwargs), of.__getitem__))
         made.meta.update(node.meta)
         of[node] = made
     raise AssertionError("a graph without an output")
@@ -34,11 +34,12 @@ def copy_nodes(source: Graph, into: Graph, of: dict[Node, Node]) -> Any:
 def new_call(graph: Graph, target: Callable[..., Any], args: Any, kwargs: Any) -> Node:
     """A node at the insertion point. args, kwargs: of nodes and plain constants."""
     made = graph.create_node("call_function", target)
-    _give(made, args, kwargs)
+    give_arguments(made, args, kwargs)
     return made
 
 
-def _give(node: Node, args: Any, kwargs: Any) -> None:
+def give_arguments(node: Node, args: Any, kwargs: Any) -> None:
+    """Gives a new node its arguments, of nodes and plain constants."""
     # Past the node's own `__setattr__`, which also enters it anew into its graph's table of targets.
     if args:
         object.__setattr__(node, "args", args)

@@ -20,6 +20,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import gradsync_fx
+from gradsync_fx import disk_cache
 from gradsync_fx.cli import doctor, outputs
 from gradsync_fx.cli.arguments import EXAMPLES
 from gradsync_fx.cli.diff import readable_code, to_sides
@@ -473,12 +474,31 @@ def test_doctor_gives_up_on_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert "within 0.2 s" in check.detail
 
 
+# cache
+
+
+def test_cache_is_shown_and_cleared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    disk_cache.write_entry(disk_cache.key_of("x"), [0])
+    shown = invoke("cache")
+    assert shown.exit_code == 0
+    assert shown.stdout.startswith("1 entries, 0.0 MiB, at most 256\n")
+    assert str(tmp_path) in shown.stdout.replace("\n", "")
+    found = json.loads(invoke("cache", "--json", "-").stdout)
+    assert (found["entries"], found["deleted"]) == (1, 0)
+    assert found["bytes"] > 100
+    assert "1 deleted" in invoke("cache", "--clear").stdout
+    assert json.loads(invoke("cache", "--json", "-").stdout)["entries"] == 0
+
+
 # Help, and the whole program
 
 
 def test_help_has_examples_and_exit_codes() -> None:
     for command in EXAMPLES:
-        text = invoke(command, "--help").stdout if command == "doctor" else _help(command)
+        text = (
+            invoke(command, "--help").stdout if command in ("doctor", "cache") else _help(command)
+        )
         for example in EXAMPLES[command]:
             assert example in text
         assert "2  wrong use" in text
