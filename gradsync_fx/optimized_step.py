@@ -227,18 +227,18 @@ class OptimizedStep(Generic[P, R]):
             self._executor.settle_all()
 
     def request_stop(self) -> None:
-        """Asks all ranks to stop: `stop_requested` is True on each of them after the next update. For signal handlers.
+        """Asks all ranks to stop; it only sets a flag, and a signal handler may call it.
 
-        >>> signal.signal(signal.SIGTERM, lambda *_: step.request_stop())
+        >>> step.request_stop()
+        >>> loss = step(model, optimizer, x, y)
+        >>> step.stop_requested  # the window has not ended
+        False
         """
         self._executor.ask_to_stop()
 
     @property
     def stop_requested(self) -> bool:
-        """Whether a rank's `request_stop` has reached all of them: True at the same call on each, where a window ended.
-
-        There each saves, and stops. A `flush` that is waiting for other ranks' data returns then.
-        """
+        """Whether a rank's `request_stop` has reached all: True at the same call on each, where a window ended."""
         return self._executor.stop_agreed
 
     def skip(self) -> None:

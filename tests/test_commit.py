@@ -10,6 +10,7 @@ import torch
 import gradsync_fx
 from gradsync_fx.errors import CaptureError, OptionError, WindowError
 from tests.drive import plain_step
+from tests.long import some_long
 from tests.scenarios import fault_tolerant, voted
 from tests.workers import Ranks
 
@@ -65,7 +66,7 @@ def test_one_rank_flushed_and_refused() -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("flushed", [False, True])
+@pytest.mark.parametrize("flushed", some_long([False, True], 2))
 @pytest.mark.parametrize(
     ("name", "more"),
     [

@@ -72,11 +72,21 @@ def equal(mine: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     [
         (2, Fault("start", 1, 5), "micro-step 3/3 of update 2", "file"),
         (2, Fault("start", 0, 5), "micro-step 3/3 of update 2", "tcp"),  # with the store
-        (2, Fault("reduction", 1, 6), "micro-step 3/3 of update 2", "file"),
+        pytest.param(
+            2,
+            Fault("reduction", 1, 6),
+            "micro-step 3/3 of update 2",
+            "file",
+            marks=pytest.mark.long,
+        ),
         (2, Fault("compiling", 1, 3), "micro-step 3/3 of update 1", "file"),
         (2, Fault("tracing", 1, 1), "at its first call", "file"),
-        (2, Fault("saving", 1, 5), "micro-step 3/3 of update 2", "file"),
-        (3, Fault("start", 2, 5), "micro-step 3/3 of update 2", "file"),
+        pytest.param(
+            2, Fault("saving", 1, 5), "micro-step 3/3 of update 2", "file", marks=pytest.mark.long
+        ),
+        pytest.param(
+            3, Fault("start", 2, 5), "micro-step 3/3 of update 2", "file", marks=pytest.mark.long
+        ),
         (3, Fault("reduction", 1, 6), "micro-step 3/3 of update 2", "file"),
     ],
     ids=lambda v: f"{v.where}-{v.rank}" if isinstance(v, Fault) else None,

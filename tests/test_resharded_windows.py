@@ -68,6 +68,11 @@ def test_as_many_ranks_load_it_in_each_way(ranks: Ranks, tmp_path: Path, how: st
         torch.testing.assert_close(found["values"], wanted, atol=2e-6, rtol=2e-5)
 
 
+def test_files_of_two_saves_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    for found in ranks(resharded.mixed, str(tmp_path)):
+        assert "optimizer_step is 2, and 1 in" in found
+
+
 def test_a_loader_beside_it(ranks: Ranks, tmp_path: Path) -> None:
     for found in ranks(resharded.loaded_again, str(tmp_path), 0):
         assert found["same"]

@@ -39,10 +39,17 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     ("rules", "more", "atol"),
     [
         (Rules(2), {"step": "clipped", "optimizer": "adamw"}, 1e-5),
-        (Rules(3, "weighted", skip_nonfinite=True), {"step": "weighed"}, 1e-6),
+        pytest.param(
+            Rules(3, "weighted", skip_nonfinite=True),
+            {"step": "weighed"},
+            1e-6,
+            marks=pytest.mark.long,
+        ),
         (Rules(2, "sum"), {"options": {"sync_each_batch": True, "self_check": True}}, 1e-6),
         (Rules(2), {"options": {"reduce_dtype": torch.bfloat16}}, 5e-3),
-        (Rules(2), {"options": {"reduce_dtype": torch.float16}}, 1e-3),
+        pytest.param(
+            Rules(2), {"options": {"reduce_dtype": torch.float16}}, 1e-3, marks=pytest.mark.long
+        ),
         pytest.param(
             Rules(2), {"options": {"backend": "inductor"}}, 1e-6, marks=pytest.mark.inductor
         ),
@@ -50,7 +57,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
             Rules(2),
             {"options": {"backend": "inductor", "without": ("in_place",)}},
             1e-6,
-            marks=pytest.mark.inductor,
+            marks=[pytest.mark.inductor, pytest.mark.long],
         ),
     ],
 )

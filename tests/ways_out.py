@@ -21,7 +21,14 @@ STEPS = "tests/test_ways_out_of_steps.py::test_"
 WINDOWS = "tests/test_ways_out_of_windows.py::test_"
 SHARDS = "tests/test_ways_out_of_shards.py::test_"
 FAULT = Untried("a fault of the package: no step is known that has it")
+RESHARDED = "tests/test_resharded_windows.py::test_"
 WAYS_OUT: dict[str, str | Untried] = {
+    "runtime/other_ranks.py:taken_over load it with torch.distr": RESHARDED
+    + "the_window_is_that_of_all_terms",
+    "runtime/other_ranks.py:_refuse resume with , or save at": RESHARDED
+    + "as_many_ranks_load_it_in_each_way",
+    "runtime/checkpoint.py:load_files give the files of all ran": RESHARDED
+    + "files_of_two_saves_are_refused",
     "_torch.py:check_version install a tested torch,": (
         Untried("needs another torch than the one that is installed")
     ),
@@ -326,7 +333,7 @@ WAYS_OUT: dict[str, str | Untried] = {
     "comm/replica_check.py:_check_values seed all ranks alike bef": "tests/test_ranks.py::test_lin_is_exact",
     "comm/replica_check.py:_other_option pass the same arguments": "tests/test_ranks.py::test_lin_is_exact",
     "comm/replica_check.py:_other_model build the same model on": "tests/test_ranks.py::test_lin_is_exact",
-    "runtime/checkpoint.py:load_file load it with torch.load,": WINDOWS + "files",
+    "runtime/checkpoint.py:_read load it with torch.load,": WINDOWS + "files",
     "scaling.py:refused train in bfloat16 (torch": STEPS + "a_step_without_a_scaler",
     "checking/self_check.py:Verdict.require report it with this text": FAULT,
     "checking/self_check.py:check check the step with a nu": WINDOWS

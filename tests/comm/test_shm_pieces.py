@@ -61,7 +61,9 @@ def test_all_that_windows_do(ranks: Ranks, name: str) -> None:
 
 @pytest.mark.inductor
 @pytest.mark.captured
-@pytest.mark.parametrize(("name", "order"), [("AdamW", None), ("AdamW", 2.0), ("Lamb", None)])
+@pytest.mark.parametrize(
+    ("name", "order"), some_long([("AdamW", None), ("AdamW", 2.0), ("Lamb", None)], 2)
+)
 def test_updates(ranks: Ranks, name: str, order: float | None) -> None:
     """Beside one process that has all data; without clipping to the bit what it is without shards."""
     near, far, done = both(ranks, SHARDED, "trained", name, order, True, "inductor")
@@ -76,6 +78,7 @@ def test_updates(ranks: Ranks, name: str, order: float | None) -> None:
         assert bitwise(near[0]["history"], plain[0]["history"])
 
 
+@pytest.mark.long
 @pytest.mark.inductor
 @pytest.mark.captured
 def test_four_ranks_train(four: Ranks) -> None:
@@ -91,7 +94,7 @@ def test_four_ranks_train(four: Ranks) -> None:
 
 @pytest.mark.inductor
 @pytest.mark.captured
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", some_long([torch.bfloat16, torch.float16], 2))
 def test_a_narrow_wire(ranks: Ranks, dtype: torch.dtype) -> None:
     """Terms are rounded as they would be on it. float16 has its sums scaled, and is sent."""
     near, far, done = both(ranks, "tests.scenarios.pieces", "wire", dtype, True)

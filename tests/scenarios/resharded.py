@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -54,6 +55,21 @@ def saved(rank: int, folder: str, options: dict[str, Any]) -> None:
     states = {"model": model, "optimizer": optimizer}
     step.save(f"{folder}/rank{rank}.pt", **{n: s.state_dict() for n, s in states.items()})
     dcp.save({**states_of(states), "step": step}, checkpoint_id=f"{folder}/dcp")
+
+
+def mixed(rank: int, folder: str) -> str:
+    """What is said of one rank's file beside a later one of the other."""
+    model, optimizer, step = made({})
+    for number in range(2 * K):
+        step(model, optimizer, *batch(number, rank))
+        if number in (K - 1, 2 * K - 1):
+            step.save(f"{folder}/rank{rank}-{step.optimizer_step}.pt")
+    dist.barrier()
+    try:
+        step.load([f"{folder}/rank0-1.pt", f"{folder}/rank1-2.pt"])
+    except gradsync_fx.StateError as error:
+        return str(error)
+    return ""
 
 
 def states_of(states: dict[str, Any]) -> dict[str, Any]:
