@@ -27,7 +27,7 @@ WAYS_OUT: dict[str, str | Untried] = {
     + "the_window_is_that_of_all_terms",
     "runtime/other_ranks.py:_refuse resume with , or save at": RESHARDED
     + "as_many_ranks_load_it_in_each_way",
-    "runtime/checkpoint.py:load_files give the files of all ran": RESHARDED
+    "runtime/checkpoint.py:load_files give the files of all ra": RESHARDED
     + "files_of_two_saves_are_refused",
     "_torch.py:check_version install a tested torch,": (
         Untried("needs another torch than the one that is installed")
