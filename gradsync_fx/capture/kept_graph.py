@@ -232,6 +232,7 @@ def _surroundings(inputs: list[Any]) -> Iterator[Any]:
     yield cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
     yield cuda.cudnn_sdp_enabled(), torch.backends.cudnn.enabled, torch.backends.mkldnn.enabled
     yield torch.backends.mha.get_fastpath_enabled()
+    yield torch.backends.opt_einsum.enabled, torch.backends.opt_einsum.strategy
     yield dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from typing import Any
 
 import torch
+from torch.profiler import record_function
 
+from gradsync_fx._torch import profiler_enabled
 from gradsync_fx.comm import scattered_bucket
 from gradsync_fx.comm.cuts import Cuts
 from gradsync_fx.comm.flat_buffers import allocate, contiguous_view, piece_of, stretches
@@ -81,8 +84,11 @@ class FlatBuckets:
     waited: how often it was waited for one, and the seconds of that.
     """
 
-    def __init__(self, buckets: Iterable[Sequence[torch.Tensor]]) -> None:
-        """buckets: the running sums of each."""
+    def __init__(
+        self, buckets: Iterable[Sequence[torch.Tensor]], names: Mapping[int, str] | None = None
+    ) -> None:
+        """buckets: the running sums of each. names: of the sums, by address, for profiles."""
+        self._names = names or {}
         self._known = {_key(sums): FlatBucket(sums) for sums in buckets}
         self._started: dict[_Key, FlatBucket | ScatteredBucket] = {}
         self._in_memory: SharedSums | None = None
@@ -153,6 +159,13 @@ class FlatBuckets:
         if self._parameters is not None:
             self._parameters.forget()
 
+    def _named(self, sums: Sequence[torch.Tensor], does: str) -> AbstractContextManager[Any]:
+        """A stretch of a profile with the bucket's first parameter, and how many there are; nothing if nobody looks."""
+        if not profiler_enabled():
+            return nullcontext()
+        first = self._names.get(sums[0].data_ptr(), "sums")
+        return record_function(f"gradsync_fx bucket of {first} ({len(sums)} sums) {does}")
+
     def wait_for_all(self) -> None:
         """Waits for whatever has been started."""
         for bucket in list(self._started.values()):
@@ -163,10 +176,11 @@ class FlatBuckets:
         key = _key(sums)
         bucket = self._started[key] = self._known.get(key) or FlatBucket(sums)
         shared = bucket.shared if self._together and wire is sums[0].dtype else None
-        if shared is not None and self._in_memory is not None:
-            self._in_memory.start(shared)
-        else:
-            bucket.start(op, group, wire)
+        with self._named(sums, "starts"):
+            if shared is not None and self._in_memory is not None:
+                self._in_memory.start(shared)
+            else:
+                bucket.start(op, group, wire)
 
     def start_pieces(
         self, sums: Sequence[torch.Tensor], group: str, wire: torch.dtype, cuts: Cuts
@@ -220,12 +234,13 @@ class FlatBuckets:
     def wait(self, sums: Sequence[torch.Tensor]) -> None:
         """From here on these sums are reduced."""
         bucket, start = self._started.pop(_key(sums)), time.perf_counter()
-        if bucket.sent is not None:
-            bucket.wait()
-        else:
-            assert self._in_memory is not None
-            assert bucket.shared is not None
-            self._in_memory.wait(bucket.shared)
+        with self._named(sums, "is waited for"):
+            if bucket.sent is not None:
+                bucket.wait()
+            else:
+                assert self._in_memory is not None
+                assert bucket.shared is not None
+                self._in_memory.wait(bucket.shared)
         waits, seconds = self.waited
         self.waited = waits + 1, seconds + time.perf_counter() - start
 

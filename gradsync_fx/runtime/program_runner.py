@@ -43,7 +43,8 @@ class ProgramRunner:
     def buckets(self) -> FlatBuckets:
         """The step's buckets at run time, in both orders. By the first run each of its leaves has an accumulator."""
         known = (*self._facts.buckets, *self._facts.buckets_by_name)
-        return FlatBuckets(map(self.sums_of, known))
+        held = self._programs.plan.accumulators
+        return FlatBuckets(map(self.sums_of, known), {t.data_ptr(): n for n, t in held.items()})
 
     def sums_of(self, bucket: Bucket) -> list[torch.Tensor]:
         """The running sums of a bucket, in its order."""

@@ -64,6 +64,18 @@ def test_a_bucket_is_sent_from_where_it_lies(sent: list[Tensor]) -> None:
     assert all_are(2, sums)
 
 
+def test_profiles_name_buckets(sent: list[Tensor]) -> None:
+    """By the parameter whose sum lies first; and they cost no name where nobody looks."""
+    sums = filled(FORMS)
+    buckets = FlatBuckets([sums], {sums[0].data_ptr(): "body.weight"})
+    with buckets.in_use(), torch.profiler.profile() as profiler:
+        reduce(sums)
+    names = {event.name for event in profiler.events()}
+    wanted = "gradsync_fx bucket of body.weight (3 sums)"
+    assert {f"{wanted} starts", f"{wanted} is waited for"} <= names
+    assert buckets.waited[0] == 1
+
+
 @pytest.mark.parametrize("wire", [F32, torch.bfloat16])
 @pytest.mark.parametrize("apart", [False, True])
 def test_a_bucket_that_is_sent_as_a_copy(
