@@ -69,16 +69,16 @@ class Dispatch:
 
     def call(self, args: Any, kwargs: Any) -> Any:
         """One micro-step: captured, or eagerly where that cannot be and the options allow it."""
-        start, done = time.perf_counter(), None
+        executor, result = self._executor, None
+        start, calls = time.perf_counter(), executor.window.micro_step
         try:
             result = self._call(args, kwargs)
-            done = self._executor.catalogue.latest
+            return result
         finally:
-            watch = self._executor.watch  # found out by the first call
-            if watch is not None:
-                seconds = time.perf_counter() - start
-                watch.called(done, result if done is not None else None, seconds)
-        return result
+            if executor.watch is not None:  # the first call finds out
+                added = executor.window.micro_step > calls
+                step = executor.catalogue.latest if added else None
+                executor.watch.called(step, result, time.perf_counter() - start)
 
     def _call(self, args: Any, kwargs: Any) -> Any:
         if self.eager is not None:

@@ -30,12 +30,11 @@ class WindowLosses:
 class UpdateRecord:
     """One update, as `on_update` is told of it on its rank.
 
-    update: its number, from 1. micro_step: calls so far. slots: of the window, on all
-    ranks together, with data or without. bytes_sent: of gradients that this rank gave to its reductions, as they go
-    over the wire, and with `shard_optimizer` of new parameters, too. accumulate_seconds: of this rank's calls since the
-    update before, but for the last one: boundary_seconds. exposed_seconds: of that, waiting for reductions; None where
-    that is not measured (sums that are not reduced where they lie: another device or backend). learning_rates: of each
-    parameter group of each optimizer, as the update used them.
+    update: its number, from 1. micro_step: calls so far. slots: of the window, on all ranks together, with data or
+    without. bytes_sent: of gradients that this rank gave to its reductions, as they go over the wire, and with
+    `shard_optimizer` of new parameters, too. accumulate_seconds: of this rank's calls since the update before, but for
+    the last one: boundary_seconds. exposed_seconds: of that, waiting for reductions; None where that is not measured
+    (sums that are not reduced where they lie: another device or backend).
 
     >>> def show(record):
     ...     print(record.update, record.loss, record.gradient_norm)
@@ -49,7 +48,8 @@ class UpdateRecord:
     accumulate_seconds: float
     boundary_seconds: float
     exposed_seconds: float | None
-    learning_rates: tuple[float, ...]
+    _rates: tuple[Any, ...] = field(repr=False)
+    _terms: int | None = field(repr=False)
     _losses: WindowLosses = field(repr=False)
     _norms: tuple[torch.Tensor, ...] = field(repr=False)
 
@@ -65,13 +65,21 @@ class UpdateRecord:
 
     @property
     def terms(self) -> int:
-        """Micro-steps that the update is made of, on all ranks. Waits as `loss` does."""
-        return self._losses.read()[2]
+        """Micro-steps that the update is made of, on all ranks.
+
+        With `skip_nonfinite` it waits as `loss` does, and counts those since a window was loaded.
+        """
+        return self._losses.read()[2] if self._terms is None else self._terms
 
     @property
     def skipped(self) -> int:
-        """Slots that gave it nothing: `skip()`, and with `skip_nonfinite` what was not finite. Waits as `loss` does."""
+        """Slots that gave it nothing: of `skip()`, and what was not finite. Waits as `terms` does."""
         return self.slots - self.terms
+
+    @property
+    def learning_rates(self) -> tuple[float, ...]:
+        """Of each parameter group of each optimizer, as the update used them. Waits for the device that holds one."""
+        return tuple(map(float, self._rates))
 
     @property
     def gradient_norms(self) -> tuple[float, ...]:
@@ -102,5 +110,5 @@ class UpdateRecord:
         """All of it by name, plain numbers: for a logger. Waits for the ranks and the device."""
         names = [n for n in self.__dataclass_fields__ if not n.startswith("_")]
         plain = {name: getattr(self, name) for name in names}
-        asked = ("loss", "terms", "skipped", "gradient_norms")
+        asked = ("loss", "terms", "skipped", "learning_rates", "gradient_norms")
         return {**plain, **{name: getattr(self, name) for name in asked}}

@@ -59,6 +59,8 @@ def load(executor: Executor, given: Any) -> None:
     executor.buffers.restore(saved.buffers, saved.buffers_wait, saved.own_buffers)
     executor.window, executor.sync_gradients = saved.window, False
     executor.saved = saved.window
+    if executor.watch is not None:
+        executor.watch.discarded()
     executor.integrity.over()
 
 

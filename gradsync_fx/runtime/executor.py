@@ -366,7 +366,7 @@ class Executor:
     def _follow_up(self, step: StepProtocol, meeting: Meeting, *, updated: bool) -> None:
         """What is looked at after an update, or said of a window without one."""
         if self.watch is not None:
-            self.watch.counted(step, self.window.optimizer_step, updated=updated)
+            self.watch.counted(self.window.optimizer_step, updated=updated)
         if updated:
             with self.integrity.among_ranks(alone=self._line.group is None):
                 self.drift.updated(self._line, self.window.optimizer_step, step.reduced)

@@ -33,10 +33,11 @@ class _Window:
 
     micro_step: int
     slots: int
+    terms: int | None
     bytes_sent: int
     exposed: float | None
-    rates: tuple[float, ...]
-    norms: tuple[torch.Tensor, ...] = ()
+    rates: tuple[Any, ...]
+    norms: tuple[torch.Tensor, ...]
     seconds: tuple[float, float] = (0.0, 0.0)
     losses: WindowLosses | None = None
     update: int | None = None
@@ -50,7 +51,7 @@ class UpdateWatch:
         self._setting, self._device = setting, device
         self._losses = self._none_yet()
         self._seconds = 0.0
-        self._rates: tuple[float, ...] = ()
+        self._rates: tuple[Any, ...] = ()
         self._waited = (0, 0.0)
         self._closed: _Window | None = None  # in the call that is going on
         self._unknown: _Window | None = None  # whether there was an update
@@ -73,17 +74,19 @@ class UpdateWatch:
     def closing(self, step: StepProtocol) -> None:
         """A window is about to be closed: rates as its update uses them."""
         groups = [g for o in step.objects.optimizers for g in getattr(o, "param_groups", ())]
-        self._rates = tuple(float(g["lr"]) for g in groups if "lr" in g)
+        self._rates = tuple(_now(g["lr"]) for g in groups if "lr" in g)
         self._waited = step.waited
 
     def closed(self, step: StepProtocol, meeting: Meeting, micro_step: int) -> None:
         """The window has closed."""
         self._closed = self._unknown = _Window(
             micro_step=micro_step,
-            slots=sum(p.pending for p in meeting.ranks if p.pending),
+            slots=sum(p.pending for p in meeting.ranks),
+            terms=None if self._options.skip_nonfinite else sum(p.fed for p in meeting.ranks),
             bytes_sent=self._bytes(step, meeting),
             exposed=self._exposed(step),
             rates=self._rates,
+            norms=tuple(map(_now, step.norms)),  # later calls give NaN for them
         )
 
     def _bytes(self, step: StepProtocol, meeting: Meeting) -> int:
@@ -96,12 +99,12 @@ class UpdateWatch:
         (before, since), (waits, seconds) = self._waited, step.waited
         return seconds - since if waits > before else None
 
-    def counted(self, step: StepProtocol, update: int, *, updated: bool) -> None:
+    def counted(self, update: int, *, updated: bool) -> None:
         """Whether the latest window that closed made an update, and its number."""
         window, self._unknown = self._unknown, None
         if window is None or not updated:
             return
-        window.update, window.norms = update, tuple(n.detach().clone() for n in step.norms)
+        window.update = update
         self._ready.append(window)
 
     def ended(self, seconds: float) -> None:
@@ -109,7 +112,7 @@ class UpdateWatch:
         self._over(seconds)
 
     def called(self, step: StepProtocol | None, result: Any, seconds: float) -> None:
-        """A call has ended. step: None where it raised."""
+        """A call has ended. step: None where it added nothing."""
         if step is not None:
             self._add(loss_of(result), step.take_weight())
         self._over(seconds)
@@ -139,7 +142,7 @@ class UpdateWatch:
         sums[2] += counts
 
     def discarded(self) -> None:
-        """The open window is dropped."""
+        """The open window is dropped, or another one takes its place."""
         self._losses, self._seconds = self._none_yet(), 0.0
 
     def tell(self) -> None:
@@ -169,7 +172,8 @@ class UpdateWatch:
             accumulate_seconds=before,
             boundary_seconds=last,
             exposed_seconds=window.exposed,
-            learning_rates=window.rates,
+            _rates=window.rates,
+            _terms=window.terms,
             _losses=window.losses,
             _norms=window.norms,
         )
@@ -190,6 +194,11 @@ def timed(watch: UpdateWatch | None) -> Iterator[None]:
     finally:
         if watch is not None:
             watch.ended(time.perf_counter() - start)
+
+
+def _now(value: Any) -> Any:
+    """A number that may change later, as it is now."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def loss_of(result: Any) -> torch.Tensor | None:
