@@ -87,7 +87,7 @@ def test_what_does_not_fit_is_refused_with_both_values() -> None:
     other = quick(plain_step, 2)
     with pytest.raises(StateError, match="4 in the state, 2 here, with 1 pending"):
         other.load_state_dict(state)
-    with pytest.raises(StateError, match="world_size: 2 in the state, 1 here"):
+    with pytest.raises(StateError, match="an open window of 2 ranks: this run has 1"):
         quick(plain_step, 4).load_state_dict({**state, "world_size": 2})
     with pytest.raises(StateError, match="format"):
         run.load_state_dict({"format": 99})

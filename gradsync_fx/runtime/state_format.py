@@ -85,15 +85,15 @@ def unpack(
     given = taken_over(given, rank, world, options, ignored)
     others = [r for r in others if r in given]
     pending = max([max(given[r]["pending"]) for r in others], default=0)
-    for name, here in (("gradient_accumulation_steps", steps), ("world_size", world)):
-        if pending and given[name] != here:
-            raise StateError(
-                name,
-                seen=f"{_shown(given[name])} in the state, {_shown(here)} here, "
-                f"with {number_of(pending, 'pending micro-step')}",
-                wanted="equal values while a window is open",
-                fix="resume with the saved value, or save at a boundary",
-            )
+    saved = given["gradient_accumulation_steps"]
+    if pending and saved != steps:
+        raise StateError(
+            "gradient_accumulation_steps",
+            seen=f"{_shown(saved)} in the state, {_shown(steps)} here, "
+            f"with {number_of(pending, 'pending micro-step')}",
+            wanted="equal values while a window is open",
+            fix="resume with the saved value, or save at a boundary",
+        )
     mine = given.get(f"rank{rank}")
     if mine is None and (pending or not others):
         raise StateError(
