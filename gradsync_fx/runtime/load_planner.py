@@ -6,15 +6,13 @@ ranks of the checkpoint join it, and `step.load_state_dict` shares them out (oth
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-
-_RANK = re.compile(r"rank\d+")
+from gradsync_fx.runtime.other_ranks import ranks_in
 
 
 class WindowLoadPlanner(DefaultLoadPlanner):
@@ -33,11 +31,11 @@ class WindowLoadPlanner(DefaultLoadPlanner):
             if not isinstance(window, dict) or not {"world_size", "optimizer_step"} <= set(window):
                 continue
             groups: set[str] = set()
-            for key in [key for key in window if _RANK.fullmatch(key)]:
+            for key in ranks_in(window):
                 own = window.pop(key)
                 groups |= {name for name, held in own.items() if isinstance(held, dict)}
             for key, path in saved.items():
-                if len(path) > 2 and path[0] == name and _RANK.fullmatch(str(path[1])):
+                if len(path) > 2 and path[0] == name and ranks_in([str(path[1])]):
                     assert metadata is not None
                     # A group without entries has left no trace in the checkpoint.
                     window.setdefault(path[1], {group: {} for group in groups})

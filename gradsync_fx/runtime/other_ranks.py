@@ -8,7 +8,8 @@ Ranks that take over none begin with nothing summed. Where sums of ranks do not 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,14 @@ import torch
 from gradsync_fx.errors import StateError
 from gradsync_fx.options import Options
 from gradsync_fx.wording import number_of
+
+
+_RANK = re.compile(r"rank\d+")
+
+
+def ranks_in(state: Iterable[str]) -> list[str]:
+    """The keys of a state under which ranks have what is their own."""
+    return [key for key in state if _RANK.fullmatch(key)]
 
 
 def taken_over(
@@ -27,7 +36,7 @@ def taken_over(
     given: a state with entries of their kinds. ignored: parameters that are not reduced. Raises `StateError` where the
     ranks of the state are not all there, and where their sums cannot be put together.
     """
-    old, names = given["world_size"], [n for n in given if n.startswith("rank")]
+    old, names = given["world_size"], ranks_in(given)
     pending = max((max(given[n]["pending"]) for n in names), default=0)
     if old == world or not pending:
         return given
@@ -76,7 +85,7 @@ def _refuse(
     options: Options,
     ignored: Collection[str],
 ) -> None:
-    ranks = [one for name, one in given.items() if name.startswith("rank")]
+    ranks = [given[name] for name in ranks_in(given)]
     apart = len({str(one["pending"]) for one in ranks}) > 1
     own = sorted({n for one in ranks for n in one["accumulators"] if n in ignored})
     if options.sync_each_batch:

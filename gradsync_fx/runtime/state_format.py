@@ -6,7 +6,6 @@ shape, and leaves out what that dict does not have.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 
 from gradsync_fx.errors import StateError
 from gradsync_fx.options import Options
-from gradsync_fx.runtime.other_ranks import taken_over
+from gradsync_fx.runtime.other_ranks import ranks_in, taken_over
 from gradsync_fx.runtime.window import Part, WindowState
 from gradsync_fx.wording import number_of
 
@@ -78,12 +77,12 @@ def unpack(
             fix="load what step.state_dict() returned; a state of another format was saved by another version of "
             "gradsync_fx: finish its window there, and save at a boundary",
         )
-    others = [r for r in given if isinstance(r, str) and re.fullmatch(r"rank\d+", r)]
+    others = ranks_in(key for key in given if isinstance(key, str))
     check_entries("state", {k: v for k, v in given.items() if k not in others}, ENTRIES)
     for name in others:
         check_entries(f"state of {name}", given[name], RANKS_ENTRIES)
     given = taken_over(given, rank, world, options, ignored)
-    others = [r for r in others if r in given]
+    others = ranks_in(given)
     pending = max([max(given[r]["pending"]) for r in others], default=0)
     saved = given["gradient_accumulation_steps"]
     if pending and saved != steps:

@@ -1,8 +1,8 @@
 """Records of updates for `on_update`: what a window did, put together where its callback asks for nothing that waits.
 
-    call's result, seconds -> sums of the losses ------------\
-    meeting of the ranks   -> terms, rates, bytes ------------> UpdateRecord -> on_update
-    the update             -> norms, whether there was one --/
+    call's result, seconds -> sums of the losses -----------+
+    meeting of the ranks   -> terms, rates, bytes ----------+-> UpdateRecord -> on_update
+    the update             -> norms, whether there was one -+
 
 A mean over ranks needs all of them, and a callback may be there on one rank only. So the first call finds out whether
 any rank has one; from then on each window's losses are summed over the ranks, under way while the next call begins.
@@ -107,17 +107,14 @@ class UpdateWatch:
         window.update = update
         self._ready.append(window)
 
-    def ended(self, seconds: float) -> None:
-        """What closes a window without a call has ended."""
-        self._over(seconds)
-
     def called(self, step: StepProtocol | None, result: Any, seconds: float) -> None:
         """A call has ended. step: None where it added nothing."""
         if step is not None:
             self._add(loss_of(result), step.take_weight())
-        self._over(seconds)
+        self.ended(seconds)
 
-    def _over(self, seconds: float) -> None:
+    def ended(self, seconds: float) -> None:
+        """A call, or what closes a window without one, is over."""
         if self._closed is None:
             self._seconds += seconds
             return
