@@ -52,7 +52,7 @@ for value in (*model.parameters(), *(t for s in optimizer.state.values() for t i
     digest.update(value.detach().numpy().tobytes())
 print(json.dumps({
     "traced": len(made), "losses": losses, "digest": digest.hexdigest(),
-    "report": re.sub(r"\\s+[0-9.]+ (us|ms|s)\\b", "", str(step.report())),
+    "report": re.sub(r"\\s+[0-9.]+ (ns|us|ms|s)\\b", "", str(step.report())),
     "compiled": counters["inductor"]["fxgraph_cache_miss"], "loaded": counters["inductor"]["fxgraph_cache_hit"],
 }))
 """  # fmt: skip
