@@ -35,6 +35,8 @@ except ImportError as missing:
 
 # Where the function is that finds a tensor's memory; kernels ask the environment for it.
 _POINTER = "_torchinductor_pyobject_tensor_data_ptr"
+# Stands in the sources that VecISA.check_build compiles.
+_PROBE = "_chk_kernel"
 
 check_names(
     (
@@ -87,6 +89,19 @@ def compile_command() -> str:
         **CppPythonBindingsCodeCache.cpp_compile_command_flags,
     )
     return CppBuilder(name="o", sources="i", BuildOption=options).get_command_line()
+
+
+def probes_of_instructions(folder: str) -> dict[str, Path]:
+    """Libraries of this cache folder by which Inductor finds out which vector instructions there are, by their place.
+
+    Without them a process compiles them before anything else.
+    """
+    found = {}
+    for source in Path(folder).glob("??/*.cpp"):
+        library = source.with_suffix(".so")
+        if library.is_file() and _PROBE in source.read_text(errors="replace"):
+            found[library.relative_to(folder).as_posix()] = library
+    return found
 
 
 @clear_on_fresh_cache

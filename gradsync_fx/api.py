@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, ParamSpec, TypeVar, get_overloads, overload
 
@@ -54,6 +55,7 @@ def optimize(
     mode: str | None = None,
     dynamic: bool | None = None,
     options: Mapping[str, Any] | None = None,
+    artifact: str | os.PathLike[str] | None = None,
     without: Collection[Optimization] = (),
 ) -> OptimizedStep[P, R]: ...
 @overload
@@ -82,6 +84,7 @@ def optimize(
     mode: str | None = None,
     dynamic: bool | None = None,
     options: Mapping[str, Any] | None = None,
+    artifact: str | os.PathLike[str] | None = None,
     without: Collection[Optimization] = (),
 ) -> Callable[[Callable[P, R]], OptimizedStep[P, R]]: ...
 def optimize(train_step: Callable[..., Any] | None = None, **options: Any) -> Any:
@@ -134,6 +137,9 @@ def optimize(train_step: Callable[..., Any] | None = None, **options: Any) -> An
         compiling), on rank 0.
     backend ("inductor"), mode, dynamic, options (None): how programs are lowered, as in `torch.compile`. "aot_eager"
         and "eager" run them with torch's own kernels; a callable gets (GraphModule, example inputs).
+    artifact (None): a file of `step.export(path)`, of another rank or machine of the same kind: what it holds is found
+        and not compiled. What does not fit (versions, processor, options, shapes) is named in a warning, and compiled
+        as usual. It holds code that is run: give a file of your own only.
     without (()): what Inductor's programs are made without, to compare or to find a fault: "overlap" (waits after the
         backward), "in_place" (buckets reduced where they lie), "products" (that add themselves to their sums),
         "updates" (one kernel for parameters of one kind), "shared_compile" (one process of a host compiles for all),

@@ -34,6 +34,22 @@ def entries_folder() -> Path:
     return Path(inductor_cache_dir(), "gradsync_fx", "graphs")
 
 
+# Files of Inductor's cache folder that this process wrote or read, beside those that Inductor itself lists.
+_USED: set[Path] = set()
+
+
+def note_used(file: Path) -> None:
+    """A program of this process was made from this file of the cache folder, or left it there."""
+    _USED.add(file)
+
+
+def used_files() -> dict[str, Path]:
+    """Those that are there, by their place in the cache folder."""
+    folder = Path(inductor_cache_dir())
+    there = [file for file in sorted(_USED) if file.is_relative_to(folder) and file.is_file()]
+    return {file.relative_to(folder).as_posix(): file for file in there}
+
+
 def keeps_entries() -> bool:
     """Whether torch's settings let compilers keep anything."""
     return bool(inductor_config.fx_graph_cache and not inductor_config.force_disable_caches)
@@ -53,6 +69,7 @@ def read_entry(key: str) -> Any:
             raise ValueError("its checksum, its key or its format is another")
         data = json.loads(zlib.decompress(packed))
         os.utime(path)
+        note_used(path)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, zlib.error, RecursionError) as failure:
@@ -80,6 +97,7 @@ def write_entry(key: str, data: Any) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         beside.write_bytes(_header(key, packed) + b"\n" + packed)
         os.replace(beside, path)
+        note_used(path)
         _make_room(path)
     except OSError as failure:
         log.info("nothing is kept for later processes: %s", failure)

@@ -20,8 +20,13 @@ from gradsync_fx.capture.tracer import traced
 from gradsync_fx.eager.own_errors import raise_own
 from gradsync_fx.eager.window import EagerWindow
 from gradsync_fx.errors import CaptureError
+from gradsync_fx.inspection.costs import Hardware
+from gradsync_fx.inspection.describe import describe
 from gradsync_fx.inspection.remarks import mistakes
+from gradsync_fx.inspection.report import Report
+from gradsync_fx.inspection.uncaptured import describe_eager
 from gradsync_fx.lowering.lower import decompositions
+from gradsync_fx.runtime.artifact import load
 from gradsync_fx.runtime.captured_step import CapturedStep
 from gradsync_fx.runtime.captured_window import CapturedWindow
 from gradsync_fx.runtime.executor import Executor
@@ -38,6 +43,8 @@ class Dispatch:
 
     def __init__(self, train_step: Callable[..., Any], executor: Executor) -> None:
         options = executor.options
+        if options.artifact is not None:
+            load(options.artifact)
         self._executor, self._demand = executor, Demand()
         self._captured = CapturedWindow(executor)
         again = weakref.WeakMethod(self.again)  # the executor is known when the step is gone
@@ -97,6 +104,18 @@ class Dispatch:
             self._run_eagerly(why).prepare(args, kwargs)
         else:
             self._captured.prepare(captured)
+
+    def report(self, step: str, line: str, simulated: bool, hardware: str | Hardware) -> Report:
+        """Of what was captured so far, or of the windows that run eagerly. step, line: its name and its place."""
+        options = self._executor.options
+        if self.eager is not None and self.eager.latest is not None:
+            return describe_eager(
+                self.eager.latest, options, step=step, line=line, hardware=hardware
+            )
+        captures = self._executor.catalogue.captures
+        return describe(
+            captures, options, step=step, line=line, simulated=simulated, hardware=hardware
+        )
 
     def _run_eagerly(self, why: CaptureError) -> EagerWindow:
         """From now on without a capture. Raises `why` where the options forbid that, or eager is no way out."""

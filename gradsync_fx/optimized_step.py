@@ -20,11 +20,9 @@ from gradsync_fx.comm.rank_failure import NamedLosses
 from gradsync_fx.dispatch import Dispatch, warn_of_mistakes
 from gradsync_fx.eager.own_errors import USERS_FRAMES
 from gradsync_fx.inspection.costs import Hardware
-from gradsync_fx.inspection.describe import describe
 from gradsync_fx.inspection.remarks import mistakes
 from gradsync_fx.inspection.report import Report
-from gradsync_fx.inspection.uncaptured import describe_eager
-from gradsync_fx.lowering.artifacts import artifact
+from gradsync_fx.lowering.torch_trace import add_to_trace
 from gradsync_fx.options import Options
 from gradsync_fx.progress import LongCall
 from gradsync_fx.runtime.atomic_files import FilePath
@@ -32,6 +30,7 @@ from gradsync_fx.runtime.ballot import without_the_step
 from gradsync_fx.runtime.bound_steps import bound_step
 from gradsync_fx.runtime.checkpoint import load, load_file, load_files, save, save_file
 from gradsync_fx.runtime.executor import Executor
+from gradsync_fx.runtime.export import export
 from gradsync_fx.runtime.refusals import no_copies
 from gradsync_fx.runtime.update_watch import tell
 from gradsync_fx.runtime.window_ops import (
@@ -134,7 +133,7 @@ class OptimizedStep(Generic[P, R]):
                 executor.accumulators.drop_gradients()
                 warn_of_mistakes(executor)
             if executor.window.optimizer_step == 1 and executor.sync_gradients:
-                artifact(self._name, "report", lambda: self.report().to_json())
+                add_to_trace(self._name, "report", lambda: self.report().to_json())
             tell(executor.watch)
             return result
 
@@ -147,6 +146,20 @@ class OptimizedStep(Generic[P, R]):
         """
         with USERS_FRAMES, self._one_thread.held(), self._losses, LongCall(self._verbose):
             self._dispatch.prepare(args, kwargs)
+
+    def export(self, path: FilePath) -> None:
+        """Writes an artifact: what was compiled so far, for `optimize(..., artifact=path)` on ranks and machines alike.
+
+        A file of this rank's own; with `shard_optimizer` each rank's programs are its own, and so is its file. Raises
+        `WindowError` before the first call or `prepare`, `OptionError` where a backend other than Inductor compiles,
+        and `StateError` where torch's caches are off or the file cannot be written.
+
+        >>> step.prepare(model, optimizer, x, y)
+        >>> step.export(path)
+        >>> loaded = gradsync_fx.optimize(train_step, gradient_accumulation_steps=2, artifact=path)
+        """
+        with self._one_thread.held(), LongCall(self._verbose):
+            export(self._executor.catalogue.captures, self._executor.options, path)
 
     @property
     def sync_gradients(self) -> bool:
@@ -340,18 +353,7 @@ class OptimizedStep(Generic[P, R]):
         2
         """
         self._executor.settle_all()
-        eager = self._dispatch.eager
-        if eager is not None and eager.latest is not None:
-            options, named = self._executor.options, {"step": self._name, "line": self._line}
-            return describe_eager(eager.latest, options, **named, hardware=hardware)
-        return describe(
-            self._executor.catalogue.captures,
-            self._executor.options,
-            step=self._name,
-            line=self._line,
-            simulated=self._simulated,
-            hardware=hardware,
-        )
+        return self._dispatch.report(self._name, self._line, self._simulated, hardware)
 
     def self_check(self, *args: P.args, **kwargs: P.kwargs) -> Verdict:
         """Runs a window both ways, captured and in plain eager PyTorch, on copies of the step and all that it touches.

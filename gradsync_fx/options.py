@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
@@ -68,6 +69,7 @@ class Options:
     mode: str | None = None
     dynamic: bool | None = None
     options: Mapping[str, Any] | None = None
+    artifact: str | os.PathLike[str] | None = None
     without: Collection[Optimization] = ()
 
     def __post_init__(self) -> None:
@@ -106,7 +108,7 @@ class Options:
         _check_mesh(self.device_mesh)
         self._check_shards()
         _check_backend(self.backend)
-        _check_inductors(self.backend, self.mode, self.options)
+        _check_inductors(self.backend, self.mode, self.options, self.artifact)
 
     def _check_shards(self) -> None:
         """What does not go together with `shard_optimizer`, or not without it."""
@@ -202,6 +204,7 @@ class BackendOptions(TypedDict, total=False):
     mode: str | None
     dynamic: bool | None
     options: Mapping[str, Any] | None
+    artifact: str | os.PathLike[str] | None
     without: Collection[Optimization]
 
 
@@ -272,13 +275,19 @@ def _check_backend(backend: object) -> None:
         )
 
 
-def _check_inductors(backend: object, mode: object, options: object) -> None:
+def _check_inductors(backend: object, mode: object, options: object, artifact: object) -> None:
     """What only Inductor reads."""
     if mode is not None and not (isinstance(mode, str) and mode in list_mode_options()):
         raise _bad("mode", mode, "None or one of " + ", ".join(map(repr, list_mode_options())))
     if options is not None and not isinstance(options, Mapping):
         raise _bad("options", options, "None or a mapping from names of Inductor's settings")
-    given = {"mode": mode if mode != "default" else None, "options": options or None}
+    if artifact is not None and not isinstance(artifact, str | os.PathLike):
+        raise _bad("artifact", artifact, "None or the path of a file of step.export(path)")
+    given = {
+        "mode": mode if mode != "default" else None,
+        "options": options or None,
+        "artifact": artifact,
+    }
     for name, value in given.items():
         if value is not None and backend != "inductor":
             raise OptionError(

@@ -52,6 +52,7 @@ ELSEWHERE = {
     "mode": "test_options.py",
     "dynamic": "test_shapes.py",
     "options": "test_options.py",
+    "artifact": "another process loads it: test_artifact.py, with many options, and where updates are shared out",
 }
 # float16 and bfloat16 on the wire round; Muon multiplies in bfloat16, eagerly and compiled.
 TOLERANCES = {"bfloat16": 1e-2, "float16": 1e-2, "muon": 3e-2, None: 2e-6}

@@ -21,8 +21,12 @@ STEPS = "tests/test_ways_out_of_steps.py::test_"
 WINDOWS = "tests/test_ways_out_of_windows.py::test_"
 SHARDS = "tests/test_ways_out_of_shards.py::test_"
 FAULT = Untried("a fault of the package: no step is known that has it")
+ARTIFACT = "tests/test_artifact.py::test_"
 RESHARDED = "tests/test_resharded_windows.py::test_"
 WAYS_OUT: dict[str, str | Untried] = {
+    "runtime/artifact.py:write_artifact leave TORCHINDUCTOR_FORC": ARTIFACT + "refusals",
+    "runtime/artifact.py:load leave it out once, call ": ARTIFACT + "refusals",
+    "runtime/export.py:export leave backend out": ARTIFACT + "refusals",
     "runtime/other_ranks.py:taken_over load it with torch.distr": RESHARDED
     + "the_window_is_that_of_all_terms",
     "runtime/other_ranks.py:_refuse resume with , or save at": RESHARDED
@@ -204,7 +208,7 @@ WAYS_OUT: dict[str, str | Untried] = {
         STEPS + "an_untraceable_line_is_left_out_or_the_step_runs_eagerly"
     ),
     "runtime/atomic_files.py:write_data leave the object out, or": WINDOWS + "files",
-    "runtime/atomic_files.py:write_data make room, or name anoth": WINDOWS + "files",
+    "runtime/atomic_files.py:in_place_of make room, or name anoth": WINDOWS + "files",
     "runtime/atomic_files.py:read_data save it anew with step.s": WINDOWS + "files",
     "runtime/atomic_files.py:read_data load an earlier one": WINDOWS + "files",
     "capture/gradient_values.py:check_assigned change p.grad itself, or": STEPS

@@ -77,7 +77,7 @@ class KeptGraph:
             forms = [_form(value) for value in inputs]
             self.key = key_of(
                 VERSION,
-                _own_sources(),
+                own_sources(),
                 *_surroundings(inputs),
                 _table(decompositions),
                 forms,
@@ -244,8 +244,8 @@ def _card(device: torch.device) -> str:
 
 
 @cache
-def _own_sources() -> str:
-    """Of this package as it is: one that is being worked on changes without its version."""
+def own_sources() -> str:
+    """A digest of this package as it is: one that is being worked on changes without its version."""
     folder = Path(__file__).parent.parent
     files = sorted(folder.rglob("*.py"))
     digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]

@@ -23,6 +23,7 @@ from filelock import FileLock, Timeout
 from torch.fx import GraphModule
 
 from gradsync_fx._torch import inductor_cache_dir, inductor_config
+from gradsync_fx.disk_cache import note_used
 
 
 log = logging.getLogger("gradsync_fx")
@@ -60,6 +61,7 @@ def compile_once(
     try:
         yield
         mark.touch()
+        note_used(mark)
     finally:
         lock.release()
 

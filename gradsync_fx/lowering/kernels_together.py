@@ -38,6 +38,7 @@ from gradsync_fx._torch_cpp import (
     started_library,
     write_atomic,
 )
+from gradsync_fx.disk_cache import note_used
 
 
 log = logging.getLogger(__name__)
@@ -71,9 +72,6 @@ class Source:
 @contextmanager
 def kernels_together() -> Iterator[None]:
     """In the block Inductor's C++ kernels are compiled together, program by program."""
-    if get_compile_threads() <= 1:
-        yield  # Inductor would call each one as soon as it is named
-        return
     batches: dict[int, tuple[Any, _Batch]] = {}
 
     def one(compiling: Any, types: list[str], text: str) -> Any:
@@ -81,6 +79,8 @@ def kernels_together() -> Iterator[None]:
         if not source.can_be_joined:
             return plain_cpp_kernel(compiling, types, text)
         kernel_is_logged(text)
+        if get_compile_threads() <= 1:  # whoever asks for a kernel has it at once
+            return _Batch(compiling).add(source)()
         _, batch = batches.setdefault(id(compiling), (compiling, _Batch(compiling)))
         return LambdaFuture(batch.add(source))
 
@@ -113,7 +113,7 @@ class _Batch:
                 log.warning("%d kernels do not compile together: %s", len(wanted), failure)
                 for one in wanted:
                     alone = plain_cpp_kernel(self._compiling, list(one.types), one.text)
-                    self._made[one] = alone.result()
+                    self._made[one] = alone.result() if isinstance(alone, LambdaFuture) else alone
         return self._made[source]
 
 
@@ -150,6 +150,8 @@ def _write_note(folder: Path, name: str, library: Path) -> None:
         note = str(_note(folder, name))
         try:
             write_atomic(note, str(library.relative_to(folder)), make_dirs=True)
+            note_used(_note(folder, name))
+            note_used(library)
         except OSError as failure:
             log.info("no note of where a kernel is: %s", failure)
 
@@ -157,9 +159,13 @@ def _write_note(folder: Path, name: str, library: Path) -> None:
 def _on_disk(folder: Path, name: str) -> CppKernel | None:
     """A kernel of a library in this folder, if its note leads to one that has it."""
     try:
-        library = (folder / _note(folder, name).read_text()).resolve()
-        if library.is_relative_to(folder.resolve()) and library.is_file():
-            return loaded_kernel(library, name)
+        note = _note(folder, name)
+        library = folder / note.read_text()
+        if library.resolve().is_relative_to(folder.resolve()) and library.is_file():
+            kernel = loaded_kernel(library.resolve(), name)
+            note_used(note)
+            note_used(library)
+            return kernel
     except (OSError, ValueError, ImportError) as failure:
         log.debug("no library of %s: %s", name, failure)
     return None

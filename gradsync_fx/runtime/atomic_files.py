@@ -6,7 +6,8 @@ import os
 import pickle
 import secrets
 import zipfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +20,39 @@ FilePath = str | os.PathLike[str]
 
 
 def write_data(path: FilePath, data: Any) -> None:
-    """Tensors, numbers, texts and containers of them, in torch.save's format.
+    """Tensors, numbers, texts and containers of them, in torch.save's format, as `in_place_of` writes files.
 
-    Until the new file is on the disk, whole, the old one stays. Raises `StateError` when that fails, or for data that
-    `read_data` would refuse; then, as after an interrupt, the old file is as it was and nothing is left beside it.
+    Raises `StateError` also for data that `read_data` would refuse.
+    """
+    with in_place_of(path) as beside:
+        try:
+            with open(beside, "xb") as file:
+                _save(data, file)
+            torch.load(beside, map_location="cpu", weights_only=True, mmap=True)
+        except pickle.UnpicklingError as failure:
+            raise StateError(
+                f"file {str(path)!r}",
+                seen=f"what is to be saved could not be loaded as data ({_first_line(failure)})",
+                wanted="state dicts of tensors, numbers, texts, and lists and dicts of them",
+                fix="leave the object out, or save plain values of it; the file that was there is as it was",
+            ) from failure
+
+
+@contextmanager
+def in_place_of(path: FilePath) -> Iterator[Path]:
+    """A path beside this one, for a new file; when the block ends the file takes the place of the old one.
+
+    Until the new file is on the disk, whole, the old one stays. Raises `StateError` when that fails; then, as after an
+    interrupt, the old file is as it was and nothing is left beside it.
     """
     target = Path(os.path.realpath(path))  # a link stays, and what it leads to is replaced
     beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with open(beside, "xb") as file:
-            _save(data, file)
-            file.flush()
+        yield beside
+        with open(beside, "rb") as file:
             os.fsync(file.fileno())
-        torch.load(beside, map_location="cpu", weights_only=True, mmap=True)
         os.replace(beside, target)
         _sync_folder(target.parent)
-    except pickle.UnpicklingError as failure:
-        raise StateError(
-            f"file {str(path)!r}",
-            seen=f"what is to be saved could not be loaded as data ({_first_line(failure)})",
-            wanted="state dicts of tensors, numbers, texts, and lists and dicts of them",
-            fix="leave the object out, or save plain values of it; the file that was there is as it was",
-        ) from failure
     except (OSError, RuntimeError) as failure:
         raise StateError(
             f"file {str(path)!r}",

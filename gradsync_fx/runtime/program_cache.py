@@ -23,9 +23,9 @@ from gradsync_fx.comm.liveness import compiling
 from gradsync_fx.ir.journal import Journal
 from gradsync_fx.ir.ops import argument
 from gradsync_fx.ir.program import Program
-from gradsync_fx.lowering.artifacts import artifact
 from gradsync_fx.lowering.in_stages import in_stages
 from gradsync_fx.lowering.lower import Compiled, decompositions, is_rewritten, lower
+from gradsync_fx.lowering.torch_trace import add_to_trace
 from gradsync_fx.optim.binding import Binding, left_as_they_are
 from gradsync_fx.optim.opaque import Opaque
 from gradsync_fx.optim.shares import refuse_divided, refuse_opaque, shares_of
@@ -37,6 +37,7 @@ from gradsync_fx.planning.invariants import find_invariants, with_early_sums
 from gradsync_fx.planning.kept import NOTHING, Invariants
 from gradsync_fx.planning.plan import Plan
 from gradsync_fx.progress import stage
+from gradsync_fx.runtime.artifact import looked_up
 from gradsync_fx.runtime.captured_facts import CapturedFacts
 from gradsync_fx.runtime.program_inputs import ProgramInputs
 from gradsync_fx.runtime.sharing import pieces_of
@@ -162,7 +163,8 @@ class ProgramCache:
                     lower, fake_mode=mode, options=options, journal=journal, known=self._updates
                 )
                 tensors = {**capture.buffers, **capture.parameters}
-                with stage(f"compiling the {name} program"):
+                looking = looked_up(built.program, options, self._facts.setting)
+                with stage(f"compiling the {name} program"), looking:
                     lowered = in_stages(built.program, one, tensors, journal)
             self.compile_seconds[name] = seconds = time.perf_counter() - start
             log.info("compiled the %s program in %.2f s", name, seconds)
@@ -294,7 +296,7 @@ class ProgramCache:
         self._built[key], self.by_name[name] = built, built.program
         if log.isEnabledFor(logging.DEBUG):
             log.debug("%s program, %d nodes:\n%s", name, len(module.graph.nodes), module.code)
-        artifact(self._facts.capture.name, name, lambda: module.code)
+        add_to_trace(self._facts.capture.name, name, lambda: module.code)
 
     def _name(self, closing: frozenset[int], tail: bool) -> str:
         if not closing:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from gradsync_fx._torch import trace_structured
 
 
-def artifact(step: str, name: str, text: Callable[[], str]) -> None:
+def add_to_trace(step: str, name: str, text: Callable[[], str]) -> None:
     """Adds a file to the trace, if one is being written; `text` is not called otherwise. step: the step's name."""
     file = re.sub(r"\W+", "_", f"gradsync_fx_{step}_{name}").rstrip("_")
     trace_structured(
