@@ -79,6 +79,13 @@ def test_a_loader_beside_it(ranks: Ranks, tmp_path: Path) -> None:
         assert found["losses"][0] == found["losses"][1]
 
 
+def test_a_step_that_goes_on_while_it_is_saved(ranks: Ranks, tmp_path: Path) -> None:
+    """What is saved is the window of the call of `async_save`, not what is there when it is written."""
+    for found in ranks(resharded.loaded_again, str(tmp_path), 0, True):
+        assert found["same"]
+        assert found["losses"][0] == found["losses"][1]
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_loader_with_workers(tmp_path: Path) -> None:
     """Batches that they have fetched already are not lost."""

@@ -124,25 +124,34 @@ def _values(model: nn.Module) -> list[Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
-def loaded_again(rank: int, folder: str, workers: int) -> dict[str, Any]:
-    """A torchdata loader beside the window, both saved with DCP inside of a window: bitwise the undisturbed run."""
+def loaded_again(rank: int, folder: str, workers: int, beside: bool = False) -> dict[str, Any]:
+    """A torchdata loader beside the window, both saved with DCP inside of a window: bitwise the undisturbed run.
+
+    beside: the run that saves goes on while DCP writes.
+    """
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     warnings.filterwarnings("ignore", "'set_vital' is deprecated")
     data = [batch(number, rank) for number in range(3 * K)]
+    group = dist.new_group(backend="gloo") if beside else None
 
     def run(stop: int | None) -> tuple[list[Tensor], list[float]]:
         model, optimizer, step = made({})
         loader = StatefulDataLoader(data, batch_size=None, num_workers=workers)
-        losses = []
+        losses, writing = [], None
         for number, (x, y, weight) in enumerate(loader, 1):
             losses.append(float(step(model, optimizer, x, y, float(weight))))
             if number == stop:
                 held = {"model": model, "optimizer": optimizer, "step": step}
                 point = {n: one.state_dict() for n, one in held.items()}
                 point[f"loader{rank}"] = loader.state_dict()
-                dcp.save(point, checkpoint_id=folder)
-                break
+                if not beside:
+                    dcp.save(point, checkpoint_id=folder)
+                    break
+                writing = dcp.async_save(point, checkpoint_id=folder, process_group=group)
+        if writing is not None:
+            writing.result()
+            del losses[stop:]
         if stop is None:
             return _values(model), losses
         model, optimizer, step = made({})
