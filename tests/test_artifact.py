@@ -60,7 +60,16 @@ def run(what: str, row: str, folder: Path, world: int) -> tuple[list[dict[str, A
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("row", "world"), [("gpt", 1), ("many options", 2), ("shards", 2)])
+@pytest.mark.parametrize(
+    ("row", "world"),
+    [
+        pytest.param(
+            "gpt", 1, marks=pytest.mark.long
+        ),  # what two ranks do, with layers that repeat
+        ("many options", 2),
+        ("shards", 2),
+    ],
+)
 def test_a_process_that_loads_an_artifact_compiles_nothing(
     row: str, world: int, tmp_path: Path
 ) -> None:
