@@ -155,6 +155,8 @@ FAKE_TENSOR_LOG = "torch._subclasses.fake_tensor"
 # DDP's Python reducer switches this on for the whole process: a pass for its own graphs, which fails on others.
 NOT_FOR_OUR_PROGRAMS = {"_fuse_ddp_communication": False}
 
+copy_each = torch._foreach_copy_  # of a list of tensors into another list's
+
 # Renamed in 2.13; the old name warns there.
 all_gather_single = (
     getattr(torch.distributed, "all_gather_single", None)

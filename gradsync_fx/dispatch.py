@@ -26,7 +26,7 @@ from gradsync_fx.inspection.remarks import mistakes
 from gradsync_fx.inspection.report import Report
 from gradsync_fx.inspection.uncaptured import describe_eager
 from gradsync_fx.lowering.lower import decompositions
-from gradsync_fx.runtime.artifact import load
+from gradsync_fx.runtime.artifact import load_artifact
 from gradsync_fx.runtime.captured_step import CapturedStep
 from gradsync_fx.runtime.captured_window import CapturedWindow
 from gradsync_fx.runtime.executor import Executor
@@ -44,7 +44,7 @@ class Dispatch:
     def __init__(self, train_step: Callable[..., Any], executor: Executor) -> None:
         options = executor.options
         if options.artifact is not None:
-            load(options.artifact)
+            load_artifact(options.artifact)
         self._executor, self._demand = executor, Demand()
         self._captured = CapturedWindow(executor)
         again = weakref.WeakMethod(self.again)  # the executor is known when the step is gone

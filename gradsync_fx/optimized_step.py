@@ -150,10 +150,11 @@ class OptimizedStep(Generic[P, R]):
     def export(self, path: FilePath) -> None:
         """Writes an artifact: what was compiled so far, for `optimize(..., artifact=path)` on ranks and machines alike.
 
-        A file of this rank's own; with `shard_optimizer` each rank's programs are its own, and so is its file. Raises
-        `WindowError` before the first call or `prepare`, `OptionError` where a backend other than Inductor compiles,
-        and `StateError` where torch's caches are off or the file cannot be written.
+        With `shard_optimizer` each rank has programs of its own, and writes a file of its own. Raises `WindowError`
+        before a first call or `prepare`, `OptionError` where a backend other than Inductor compiles, `StateError`
+        where torch's caches are off or the file cannot be written.
 
+        >>> step = gradsync_fx.optimize(train_step, gradient_accumulation_steps=2)
         >>> step.prepare(model, optimizer, x, y)
         >>> step.export(path)
         >>> loaded = gradsync_fx.optimize(train_step, gradient_accumulation_steps=2, artifact=path)
@@ -308,9 +309,7 @@ class OptimizedStep(Generic[P, R]):
             return save(self._executor)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes what `state_dict` gave. Raises `StateError` with both values where it does not fit; nothing is changed
-        then.
-        """
+        """Takes what `state_dict` gave. Raises `StateError` with both values where it does not fit; all stays then."""
         with self._one_thread.held():
             load(self._executor, state)
 

@@ -25,7 +25,7 @@ ARTIFACT = "tests/test_artifact.py::test_"
 RESHARDED = "tests/test_resharded_windows.py::test_"
 WAYS_OUT: dict[str, str | Untried] = {
     "runtime/artifact.py:write_artifact leave TORCHINDUCTOR_FORC": ARTIFACT + "refusals",
-    "runtime/artifact.py:load leave it out once, call ": ARTIFACT + "refusals",
+    "runtime/artifact.py:load_artifact leave it out once, call": ARTIFACT + "refusals",
     "runtime/export.py:export leave backend out": ARTIFACT + "refusals",
     "runtime/other_ranks.py:taken_over load it with torch.distr": RESHARDED
     + "the_window_is_that_of_all_terms",

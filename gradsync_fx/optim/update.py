@@ -6,6 +6,7 @@ numbers of the state            ->  host   ->  scalars for the calls, then the n
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch.fx import GraphModule
 from torch.optim import Optimizer
 
-from gradsync_fx._torch import PlainArithmetic, sympy_interp
+from gradsync_fx.optim.conditions import Numbers, as_function
 from gradsync_fx.optim.footprint import Footprint
 from gradsync_fx.optim.host_arithmetic import ties
 from gradsync_fx.optim.state import State
@@ -36,6 +37,8 @@ class Update:
     constants: entries that were traced as constants, each with its value then.
     structure: names of each parameter's state at the trace, by position.
     footprint: what else the optimizer's code read.
+    created: state tensors that this update makes anew (a first update whose start could not be foreseen).
+    makes_state: whether it makes state tensors, on this rank or another.
     lasting: False where a condition ties a number that the update changes to its value, so that the next one needs
         another trace.
     """
@@ -55,25 +58,23 @@ class Update:
     footprint: Footprint
     lasting: bool = True
     elsewhere: list[BodyCall] = field(default_factory=list)
+    created: list[Place] = field(init=False)
+    makes_state: bool = field(init=False)
+    _checks: list[Callable[[Numbers], bool]] = field(init=False)  # the conditions, in their order
 
-    @property
-    def created(self) -> list[Place]:
-        """State tensors that this update makes anew (a first update whose start could not be foreseen)."""
+    def __post_init__(self) -> None:
         held = set(self.states)
-        return [place for call in self.calls for place in call.written if place not in held]
+        self.created = [p for call in self.calls for p in call.written if p not in held]
+        others = (p for call in self.elsewhere for p in call.written)
+        self.makes_state = bool(self.created) or any(p not in held for p in others)
+        self._checks = [as_function(condition, self.symbols) for condition in self.conditions]
 
-    @property
-    def makes_state(self) -> bool:
-        """Whether it makes state tensors, on this rank or another."""
-        held = set(self.states)
-        return any(p not in held for call in (*self.calls, *self.elsewhere) for p in call.written)
-
-    def read_numbers(self, state: dict[int, State]) -> list[int | float] | None:
+    def read_numbers(self, state: dict[int, State]) -> Numbers | None:
         """The numbers as they are now (`state` is by position); None when the state has another structure than at
         the trace, or when numbers that were equal no longer are."""
         if self.structure != structure_of(self.which, state):
             return None
-        found: list[int | float] = []
+        found: Numbers = []
         for places, part in self.numbers:
             first, *others = (self._read(place, part, state) for place in places)
             if any(other != first for other in others):
@@ -89,7 +90,7 @@ class Update:
         number: int | float = value.item() if isinstance(value, torch.Tensor) else value
         return number
 
-    def fits(self, numbers: list[int | float] | None, state: dict[int, State]) -> bool:
+    def fits(self, numbers: Numbers | None, state: dict[int, State]) -> bool:
         """Whether the constants and conditions under which the update was traced still hold."""
         if numbers is None or not self.footprint.holds():
             return False
@@ -98,22 +99,16 @@ class Update:
             owner = groups[index] if where == "group" else state[index]
             if key not in owner or not _same(owner[key], value):
                 return False
-        return self._hold(numbers, self.conditions)
+        return all(holds(numbers) for holds in self._checks)
 
-    def lasts(self, numbers: list[int | float]) -> bool:
+    def lasts(self, numbers: Numbers) -> bool:
         """Whether the numbers that this update leaves keep those that a condition ties to one value."""
         left = self.host(*numbers)[self.scalar_count :]
         new = {p: v for places, v in zip(self.number_out, left, strict=True) for p in places}
         pairs = zip(self.numbers, numbers, strict=True)
         later = [new.get(places[0], number) for (places, _), number in pairs]
-        return self._hold(later, [c for c in self.conditions if ties(c)])
-
-    def _hold(self, numbers: list[int | float], conditions: list[Any]) -> bool:
-        if not conditions:
-            return True
-        values = dict(zip(self.symbols, numbers, strict=True))
-        # In Python's own arithmetic: sympy's keeps what it has computed, and takes far longer.
-        return all(bool(sympy_interp(PlainArithmetic, values, c)) for c in conditions)
+        checks = zip(self.conditions, self._checks, strict=True)
+        return all(holds(later) for condition, holds in checks if ties(condition))
 
 
 def _same(a: Any, b: Any) -> bool:

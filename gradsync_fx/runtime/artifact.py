@@ -1,7 +1,7 @@
 """An artifact: what compiling a step left in torch's cache folder, in one file. Who loads it has nothing to compile.
 
     prepare -> cache folder -> export.py -> file
-    file -> load -> cache folder -> first call: traced by Dynamo, and all else is found there
+    file -> load_artifact -> cache folder -> first call: traced by Dynamo, and all else is found there
 
 Nothing depends on an artifact being right: it only adds files to caches, which find them by all that they were made
 of (kept_graph.py, kernels_together.py, Inductor's own keys). So whatever differs is compiled as usual; what does is
@@ -76,7 +76,7 @@ def write_artifact(path: FilePath, about: dict[str, Any]) -> None:
 _LOADED: dict[tuple[str, int, str], Artifact] = {}
 
 
-def load(path: FilePath) -> Artifact:
+def load_artifact(path: FilePath) -> Artifact:
     """Puts what the file holds into this user's cache folder, once. Raises `OptionError` where there is no such file.
 
     A file that is damaged, or was made by other versions, is named in a warning and left alone.
@@ -157,7 +157,7 @@ def looked_up(program: Program, options: Options, setting: Setting) -> Iterator[
     if options.artifact is None:
         return
     missed_now, bypassed_now = _compiled_so_far()
-    artifact = load(options.artifact)
+    artifact = load_artifact(options.artifact)
     if missed_now > missed:
         why = artifact.why_compiled(program, options, setting)
     elif bypassed_now > bypassed:
