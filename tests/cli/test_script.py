@@ -56,7 +56,7 @@ for i in range(6):
         optimizer.step()
         optimizer.zero_grad()
 dist.destroy_process_group()
-sys.stdout.write(f"arguments {sys.argv[1:]}\n")  # in one piece: the ranks share a pipe
+sys.stdout.write(f"arguments {sys.argv[1:]}\\n")  # in one piece: the ranks share a pipe
 """
 
 
