@@ -170,12 +170,25 @@ class GraphNode:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryLevel:
+    """Bytes beside what is held at one place of a program, and the user's line there. at: share of it that has run."""
+
+    at: float
+    bytes: int
+    line: str
+
+
+@dataclass(frozen=True, slots=True)
 class ProgramMemory:
-    """The most bytes that one program takes at a time beside what is held, and the user's line that is run then."""
+    """The most bytes that one program takes at a time beside what is held, and the user's line that is run then.
+
+    levels: over the program, in its order; a long one in stretches, the most of each.
+    """
 
     name: str
     temporaries: int
     line: str
+    levels: tuple[MemoryLevel, ...]
 
 
 @dataclass(frozen=True, slots=True)

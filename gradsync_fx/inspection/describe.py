@@ -19,6 +19,7 @@ from gradsync_fx.inspection.data import (
 )
 from gradsync_fx.inspection.flops import load_of
 from gradsync_fx.inspection.held import memory_of
+from gradsync_fx.inspection.in_both import shared_nodes
 from gradsync_fx.inspection.levels import levels_of
 from gradsync_fx.inspection.once import graph_of_prologue, once_of
 from gradsync_fx.inspection.remarks import remarks
@@ -145,11 +146,7 @@ def _graph(
     """
     boundary = programs["boundary"]
     originals = {n.name: n for n in captured.facts.capture.step.module.graph.nodes}
-    shared = (
-        {n.meta.get("origin") for n in programs["accumulate"].module.graph.nodes}
-        if "accumulate" in programs
-        else set()
-    )
+    shared = shared_nodes(boundary, programs["accumulate"]) if "accumulate" in programs else ()
     slots = dict(
         zip(boundary.module.graph.find_nodes(op="placeholder"), boundary.slots, strict=True)
     )
@@ -181,9 +178,7 @@ def _graph(
                 dtype=dtype_name(tensor.dtype) if tensor is not None else "",
                 bytes=size_in_bytes(tensor) if tensor is not None else 0,
                 parameter=slot.name if slot else "",
-                programs=("accumulate", "boundary")
-                if node.meta.get("origin") in shared
-                else ("boundary",),
+                programs=("accumulate", "boundary") if node in shared else ("boundary",),
             )
         )
     return tuple(found)

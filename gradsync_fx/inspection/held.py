@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from gradsync_fx.inspection.data import Memory, ProgramMemory
-from gradsync_fx.inspection.memory import peak_of
+from gradsync_fx.inspection.data import Memory, MemoryLevel, ProgramMemory
+from gradsync_fx.inspection.memory import Peak, levels_over
 from gradsync_fx.inspection.tensors import size_in_bytes
 from gradsync_fx.ir.journal import Journal
 from gradsync_fx.ir.ops import node_line
@@ -20,6 +20,7 @@ from gradsync_fx.runtime.captured_step import CapturedStep
 from gradsync_fx.user_lines import NOWHERE
 
 
+STRETCHES = 120  # of a program, at the most
 HELD = (
     Kind.PARAMETER,
     Kind.BUFFER,
@@ -75,6 +76,19 @@ def graphs_of(captured: CapturedStep, program: Program) -> list[torch.fx.GraphMo
 
 
 def _program_memory(captured: CapturedStep, name: str, program: Program) -> ProgramMemory:
-    peak = max((peak_of(g) for g in graphs_of(captured, program)), key=lambda p: p.bytes)
-    line = node_line(peak.node) if peak.node is not None else NOWHERE
-    return ProgramMemory(name, peak.bytes, "" if line == NOWHERE else line.rpartition("/")[2])
+    found = [level for graph in graphs_of(captured, program) for level in levels_over(graph)]
+    peak = max(found, key=lambda level: level.bytes, default=Peak(0, None))
+    return ProgramMemory(name, peak.bytes, _line(peak), tuple(_stretches(found)))
+
+
+def _stretches(levels: Sequence[Peak]) -> Iterator[MemoryLevel]:
+    """As many as a drawing has room for, each with its most."""
+    length = -(-len(levels) // STRETCHES) or 1
+    for start in range(0, len(levels), length):
+        most = max(levels[start : start + length], key=lambda level: level.bytes)
+        yield MemoryLevel(start / len(levels), most.bytes, _line(most))
+
+
+def _line(level: Peak) -> str:
+    line = node_line(level.node) if level.node is not None else NOWHERE
+    return "" if line == NOWHERE else line

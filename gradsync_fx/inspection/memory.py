@@ -14,7 +14,7 @@ convolutions).
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,12 +54,17 @@ class Peak:
 
 def peak_of(module: GraphModule, size: Size | None = None) -> Peak:
     """The peak of a program's graph beside its inputs. size: bytes of a node's value, from its shape unless given."""
+    return max(levels_over(module, size), key=lambda level: level.bytes, default=Peak(0, None))
+
+
+def levels_over(module: GraphModule, size: Size | None = None) -> Iterator[Peak]:
+    """The most bytes while each node of a program is computed, in the graph's order."""
     size = size or value_bytes
     sources = _written_down(module)
     last = _last_reads(module, sources)
     living: dict[Node, int] = {}
     ends = set(writes(module))  # into inputs, which are there already
-    now, peak = 0, Peak(0, None)
+    now = 0
     for node, reads in sources.items():
         own = 0 if node in ends else size(node)
         ending = [s for s in reads if last[s] is node and s in living]
@@ -68,12 +73,9 @@ def peak_of(module: GraphModule, size: Size | None = None) -> Peak:
             now -= living.pop(over, 0) if over is not None else 0
         living[node] = own
         now += own
-        most = now + _beside(node, size)
-        if most > peak.bytes:
-            peak = Peak(most, node)
+        yield Peak(now + _beside(node, size), node)
         ending += [] if node in last else [node]
         now -= sum(living.pop(s, 0) for s in ending)
-    return peak
 
 
 def value_bytes(node: Node) -> int:

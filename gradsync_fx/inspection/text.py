@@ -258,7 +258,7 @@ def _memory(report: ReportData) -> RenderableType:
     table = _table("memory", "held", "temporary", "peak", "at", text="at")
     for program in report.memory.programs:
         row = (size, program.temporaries, size + program.temporaries)
-        table.add_row(program.name, *map(binary, row), program.line)
+        table.add_row(program.name, *map(binary, row), program.line.rpartition("/")[2])
     kinds = ", ".join(f"{kind} {binary(n)}" for kind, n in held.items())
     return Group(_spaced(table), Text(f"held: {kinds}"))
 

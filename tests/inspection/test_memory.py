@@ -126,6 +126,12 @@ def test_what_is_held() -> None:
     assert held["data"] == x.numel() * 8 + y.numel() * 8
     most = max(p.temporaries for p in report.memory.programs)
     assert report.memory.peak == sum(held.values()) + most
+    for program in report.memory.programs:
+        assert max(level.bytes for level in program.levels) == program.temporaries
+        places = [level.at for level in program.levels]
+        assert places == sorted(set(places))
+        assert 60 < len(places) <= 120
+        assert any(level.line.startswith(__file__) for level in program.levels)
     assert "memory" in str(report)
     assert '"temporaries"' in report.to_json()
 

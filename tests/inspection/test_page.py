@@ -25,6 +25,7 @@ from gradsync_fx.inspection.page import to_html
 HOSTILE = "<script>alert(1)</script>"
 HOSTILE_LINE = "</script><img src=x onerror=alert(1)>.py:7"
 LIT = "return document.querySelector('.canvas').dataset.lit.split(' ').filter(Boolean)"
+PRESS = "[...document.querySelectorAll('.buttons button')].find(b => b.textContent === arguments[0]).click()"
 IN_VIEW = "return document.querySelector('.canvas')._cyreg.cy.nodes(arguments[0]).map(n => n.data('name'))"
 
 
@@ -185,27 +186,76 @@ def test_numbers_are_those_of_the_report(page: Page, report: dict[str, Any]) -> 
     ]
     assert page.number("#notes .note") == len(notes)
     assert page.number(".curve circle.dot") == len(report["predicted"]["speedup"])
+    levels = sum(len(p["levels"]) for p in report["memory"]["programs"])
+    assert page.number(".memory .level") == levels
     assert f"{len(report['graph'])} nodes" in page.text(".panel")
     shown = page.run(
         "return [...document.querySelectorAll('#graph .legend .number')].map(e => +e.textContent)"
     )
     assert sum(shown) == len(report["graph"])
     assert [p["code"].strip() for p in report["programs"]] == page.run(
-        "return [...document.querySelectorAll('details pre')].map(e => e.textContent)"
+        "return [...document.querySelectorAll('details.code pre')].map(e => e.textContent)"
     )
 
 
 def test_every_node_is_in_the_graph_when_all_is_open(page: Page, report: dict[str, Any]) -> None:
     closed = [name for name in page.run(IN_VIEW, "*") if name]
-    page.run(
-        "[...document.querySelectorAll('.buttons button')].find(b => b.textContent === 'Open all').click()"
-    )
+    page.run(PRESS, "Open all")
     WebDriverWait(page.browser, 20).until(
         lambda _: page.text(".said").startswith("everything open")
     )
     opened = [name for name in page.run(IN_VIEW, "*") if name]
     assert len(closed) < len(opened)
     assert sorted(opened) == sorted(n["name"] for n in report["graph"])
+
+
+@pytest.fixture
+def large(browser: Chrome, report: dict[str, Any], tmp_path: Path) -> Page:
+    """A page of 40 modules with 60 nodes each, no two of them alike: opening them takes several slices."""
+    node = {**report["graph"][-1], "region": "forward", "parameter": "", "programs": ["boundary"]}
+    graph = []
+    for i in range(2400):
+        module, at = divmod(i, 60)
+        inputs = [f"n{i - 1 - (at * 3 + module) % at}"] if at else []
+        graph.append({**node, "name": f"n{i}", "module": f"m{module}", "inputs": inputs})
+    file = tmp_path / "large.html"
+    file.write_text(to_html(json.dumps({**report, "graph": graph})), encoding="utf-8")
+    page = Page(browser, file.as_uri())
+    page.load()
+    return page
+
+
+@pytest.mark.parametrize("by", ["Stop", "Close all", "search"])
+def test_opening_all_can_be_stopped(large: Page, by: str) -> None:
+    before = large.run(IN_VIEW, "*")
+    assert not any(before)
+    # Both in one script: the first click returns with its work undone, and nothing comes between.
+    if by == "search":
+        search = "const f = document.querySelector('#search'); f.value = 'n777';"
+        enter = "f.dispatchEvent(new KeyboardEvent('keydown', { key: 'Enter' }))"
+        large.run(f"{PRESS}; {search}; {enter}", "Open all")
+        assert set(filter(None, large.run(IN_VIEW, "*"))) == {f"n{i}" for i in range(720, 780)}
+        assert large.run(IN_VIEW, ".picked") == ["n777"]
+    else:
+        large.run(f"{PRESS}; {PRESS.replace('[0]', '[1]')}", "Open all", by)
+        assert large.run(IN_VIEW, "*") == before
+    large.run(PRESS, "Open all")  # it is no longer called Stop
+    WebDriverWait(large.browser, 60).until(
+        lambda _: large.text(".said").startswith("everything open")
+    )
+
+
+def test_what_is_drawn_of_a_large_graph_depends_on_the_view(large: Page) -> None:
+    large.run(PRESS, "Open all")
+    WebDriverWait(large.browser, 60).until(
+        lambda _: large.text(".said").startswith("everything open")
+    )
+    assert len(large.run(IN_VIEW, "*")) < 1000
+    large.one("#search").send_keys("n1234", Keys.ENTER)
+    assert large.run(IN_VIEW, ".picked") == ["n1234"]
+    drawn = set(large.run(IN_VIEW, "*"))
+    assert {f"n{i}" for i in range(1200, 1260)} <= drawn
+    assert "n0" not in drawn
 
 
 @pytest.mark.parametrize("name", ["first.weight", f"{HOSTILE}.bias", "__proto__.weight"])
@@ -217,6 +267,82 @@ def test_search_finds_a_parameter(page: Page, report: dict[str, Any], name: str)
     assert page.run(IN_VIEW, ".picked") == [node["name"]]
     assert page.text(".panel h3") == name
     assert ", ".join(map(str, node["shape"])) in page.text(".panel")
+
+
+def test_the_panel_of_a_parameter_names_its_bucket(page: Page, report: dict[str, Any]) -> None:
+    bucket = report["collectives"][-1]  # the report has each parameter in two
+    page.one("#search").send_keys("first.weight", Keys.ENTER)
+    button = "[...document.querySelectorAll('.panel button')].find(b => b.textContent.startsWith('bucket'))"
+    assert page.run(f"return {button}.textContent").startswith(f"bucket {bucket['bucket']},")
+    page.run(f"{button}.click()")
+    assert page.text(".panel h3") == f"Bucket {bucket['bucket']}"
+    assert set(page.run(LIT)) == set(bucket["nodes"]) & {n["name"] for n in report["graph"]}
+
+
+def test_search_finds_a_line(page: Page, report: dict[str, Any]) -> None:
+    node = next(n for n in report["graph"] if n["region"] == "forward")
+    file, _, line = node["line"].rpartition(":")
+    page.one("#search").send_keys(f"{Path(file).name}:{line}")
+    assert page.text("#search-list small").endswith(" nodes")
+    assert "found" in page.text('.search [role="status"]')
+    page.one("#search").send_keys(Keys.ENTER)
+    expected = {n["name"] for n in report["graph"] if n["line"] == node["line"]}
+    assert set(page.run(LIT)) == expected
+    assert page.one(".panel h3 a").get_attribute("href") == f"vscode://file{file}:{line}"
+
+
+def test_an_editor_is_asked_for_paths_only(
+    browser: Chrome, report: dict[str, Any], tmp_path: Path
+) -> None:
+    """A line becomes a link where it has a whole path; what a path could mean to an address is written out."""
+    lines = {
+        "/a b/#x?y.py:3": "vscode://file/a%20b/%23x%3Fy.py:3",
+        "C:\\x\\y.py:4": "vscode://file/C:/x/y.py:4",
+        "javascript:alert(1).py:5": None,
+        "y.py:6": None,
+        "/\udcff.py:7": None,
+    }
+    kept = [{"op": "x", "line": line, "why": "", "node": ""} for line in lines]
+    data = {**report, "kept": kept}
+    file = tmp_path / "lines.html"
+    file.write_text(to_html(json.dumps(data)), encoding="utf-8")
+    page = Page(browser, file.as_uri())
+    page.load()
+    links = "n => n.querySelector('a')?.getAttribute('href') ?? null"
+    found = page.run(f"return [...document.querySelectorAll('.note.kept')].map({links})")
+    assert found == list(lines.values())
+
+
+def test_the_two_programs_side_by_side(page: Page, report: dict[str, Any]) -> None:
+    page.open_all_details()
+    page.run("document.querySelectorAll('.sides .unfold').forEach(b => b.click())")
+    same, gone, added = (
+        "\n".join(
+            page.run(
+                f"return [...document.querySelectorAll('.sides pre{kind}')].map(e => e.textContent)"
+            )
+        )
+        for kind in (":not(.right, .gone, .added)", ".gone", ".added")
+    )
+    assert page.number(".sides pre.twin") == page.number(".sides pre:not(.right, .gone, .added)")
+    code = {p["name"]: p["code"].strip().splitlines() for p in report["programs"]}
+    assert len(f"{same}\n{gone}".splitlines()) == len(code["boundary"])
+    assert len(f"{same}\n{added}".splitlines()) == len(code["accumulate"])
+    for op in ("all_reduce", "copy_.default(first.weight,"):
+        assert op in gone
+        assert op not in same + added
+    assert "aten.add.Tensor(accumulator[first.weight]," in same
+
+
+def test_what_accumulate_leaves_out_is_greyed(page: Page) -> None:
+    page.run(PRESS, "Grey out what accumulate leaves out")
+    gone = set(
+        page.run(
+            "return document.querySelector('.canvas')._cyreg.cy.nodes('.gone').map(n => n.data('region'))"
+        )
+    )
+    assert {"optimizer", "gradient sync"} <= gone
+    assert not gone & {"input", "forward", "backward"}
 
 
 @pytest.mark.parametrize("by_key", [False, True])
@@ -344,3 +470,61 @@ def test_keys_reach_everything(page: Page) -> None:
     button = page.one(".panel .links button")
     button.send_keys(Keys.ENTER)
     assert page.text(".panel .actions button") in ("Open", "Close")
+
+
+def roles(page: Page) -> list[tuple[str, str]]:
+    """What a screen reader is told: role and name of everything on the page."""
+    page.browser.execute_cdp_cmd("Accessibility.enable", {})
+    nodes = page.browser.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]
+    told = [n for n in nodes if not n.get("ignored")]
+    return [(n["role"]["value"], n.get("name", {}).get("value", "")) for n in told]
+
+
+def test_a_screen_reader_is_told_names_and_results(page: Page) -> None:
+    page.open_all_details()
+    named = {
+        "application", "button", "combobox", "complementary", "heading", "image", "link", "navigation", "region",
+        "searchbox", "table", "toolbar",
+    }  # fmt: skip
+    found = roles(page)
+    assert named <= {role for role, _ in found}
+    assert [role for role, name in found if role in named and not name] == []
+    assert "Canvas" not in {role for role, _ in found}
+    page.one("#search").send_keys("first")
+    told = page.text('.search [role="status"]')
+    page.one("#search").send_keys(" nothing of that kind")
+    assert told.endswith("found")
+    assert page.text('.search [role="status"]') == "nothing of that name"
+
+
+def test_tables_fit_a_phone_and_are_read_as_tables(closed: Page) -> None:
+    rows = []
+    for width in (1400, 360):
+        closed.load(width)
+        closed.open_all_details()
+        in_tables = {"table", "row", "columnheader", "rowheader", "cell"}
+        rows.append(sorted(role for role, _ in roles(closed) if role in in_tables))
+    assert rows[0] == rows[1] != []
+    wider = "[...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth)"
+    assert closed.run(f"return {wider}.map(e => e.ariaLabel)") == []
+    title = "getComputedStyle(document.querySelector('#parameters-table td'), '::before').content"
+    assert closed.run(f"return {title}") == '"Shape"'
+
+
+def test_paper_is_light_open_and_as_it_was_afterwards(closed: Page) -> None:
+    closed.load(theme="dark")
+    look = """() => ({
+        theme: document.documentElement.dataset.theme ?? "",
+        open: document.querySelectorAll("details[open]").length,
+        rows: document.querySelectorAll("#parameters-table tbody tr").length,
+        pictures: [...document.querySelectorAll("img")].filter(i => i.src.startsWith("data:image/png")).length,
+    })"""
+    before = closed.run(
+        f"const look = {look}; addEventListener('beforeprint', () => {{ window.seen = look() }}); return look()"
+    )
+    closed.browser.execute_cdp_cmd("Page.printToPDF", {})
+    seen = closed.run("return window.seen")
+    assert seen == {"theme": "light", "open": seen["open"], "rows": 6, "pictures": 1}
+    assert seen["open"] == closed.number("details:not(.code, #sides)")
+    assert closed.run(f"return ({look})()") == {**before, "rows": 6}
+    assert closed.browser.get_log("browser") == []

@@ -14,7 +14,7 @@ import re
 from importlib.resources import files
 
 
-STYLES = ("base.css", "sections.css", "graph.css")
+STYLES = ("base.css", "sections.css", "graph.css", "print.css")
 VENDORED = ("cytoscape", "dagre")
 # One scope for all of them, in this order.
 SCRIPTS = (
@@ -22,16 +22,22 @@ SCRIPTS = (
     "summary.js",
     "timeline.js",
     "curve.js",
+    "memory.js",
     "owners.js",
     "tree.js",
     "layout.js",
+    "detail.js",
+    "opening.js",
     "graph.js",
     "look.js",
     "panel.js",
     "search.js",
     "tables.js",
+    "align.js",
+    "sides.js",
     "notes.js",
     "target.js",
+    "print.js",
     "main.js",
 )
 HERE = files("gradsync_fx.inspection.page")

@@ -52,6 +52,6 @@ function curve(points, here, width) {
     text((box.left + box.right) / 2, height - 4, "micro-steps in a window, k", { "text-anchor": "middle", class: "hint" }),
     hidden,
     svg("circle", { class: "here", cx: x(here.k), cy: y(Math.min(here.ratio, top)), r: 6.5 }),
-    text(x(here.k) + (x(here.k) > width * 0.3 ? -10 : 2), y(Math.min(here.ratio, top)) - 13, `k = ${here.k}: ${factor(here.ratio)}`,
-      { class: "value", "text-anchor": x(here.k) > width * 0.3 ? "end" : "start" }));
+    text(x(here.k) + (x(here.k) > width * 0.45 ? -10 : 2), y(Math.min(here.ratio, top)) - 13, `k = ${here.k}: ${factor(here.ratio)}`,
+      { class: "value", "text-anchor": x(here.k) > width * 0.45 ? "end" : "start" }));
 }

@@ -71,27 +71,52 @@ function shortLine(line) {
   return line.split(/[\\/]/).at(-1);
 }
 
-// Text in which `file.py:12` stands out.
+// A line of the user's, `file.py:12`: a link into their editor where it is told by its whole path.
+function lineLink(line, shown = line) {
+  const text = el("code", {}, shown);
+  if (!/^(\/|[A-Za-z]:[\\/]).*:\d+$/.test(line) || !line.isWellFormed()) return text;
+  const path = encodeURI(line.replaceAll("\\", "/").replace(/^\//, "")).replace(/[#?]/g, encodeURIComponent);
+  return el("a", { class: "line", href: `vscode://file/${path}`, title: `${line}: open in VS Code` }, text);
+}
+
+// Text in which lines of the user's are links, or stand out.
 function withLines(text) {
-  return text.split(/(\S+\.\w+:\d+)/).map((part, i) => (i % 2 ? el("code", {}, part) : part));
+  return text.split(/(\S+\.\w+:\d+)/).map((part, i) => (i % 2 ? lineLink(part) : part));
+}
+
+// A table, and its rows. Roles are told, since on a narrow screen rows are shown as cards, with the columns' titles
+// beside the cells, and what is not shown as a table would not be read as one.
+function tableOf(caption, attributes, heads, body) {
+  return el("table", { role: "table", ...attributes }, el("caption", { class: "hidden-text" }, caption),
+    el("thead", { role: "rowgroup" }, el("tr", { role: "row" }, heads)), body);
+}
+
+const bodyOf = (...rows) => el("tbody", { role: "rowgroup" }, ...rows);
+
+function headOf(column, attributes, ...content) {
+  return el("th", { scope: "col", role: "columnheader", class: column.number ? "number" : null, ...attributes }, ...content);
+}
+
+function rowOf(columns, cells, attributes = {}) {
+  return el("tr", { role: "row", ...attributes }, cells.map((cell, i) => {
+    const kind = i === 0 ? ["th", { scope: "row", role: "rowheader" }] : ["td", { role: "cell" }];
+    const inner = el("span", { class: "cell" }, cell instanceof Object ? cell : String(cell));
+    return el(kind[0], { ...kind[1], class: columns[i].number ? "number" : null, "data-title": columns[i].title }, inner);
+  }));
 }
 
 function table(caption, columns, rows, attributes = {}) {
-  const head = columns.map((c) => el("th", { scope: "col", class: c.number ? "number" : null }, c.title));
-  const body = rows.map((row) =>
-    el("tr", {}, row.map((cell, i) => {
-      const inner = cell && cell.nodeType ? cell : String(cell);
-      const first = i === 0 ? { scope: "row" } : {};
-      return el(i === 0 ? "th" : "td", { ...first, class: columns[i].number ? "number" : null }, inner);
-    })),
-  );
   return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
-    el("table", attributes, el("thead", {}, el("tr", {}, head)), el("tbody", {}, body)));
+    tableOf(caption, attributes, columns.map((c) => headOf(c, {}, c.title)), bodyOf(rows.map((cells) => rowOf(columns, cells)))));
 }
 
-// A `details` whose inside is made when it is first opened.
+// A `details` whose inside is made when it is first opened; `fill` makes it at once, where the event would be late.
 function lazy(summary, make, attributes = {}) {
   const box = el("details", attributes, el("summary", {}, summary));
-  box.addEventListener("toggle", () => box.append(...[make()].flat()), { once: true });
+  box.fill = () => {
+    box.fill = () => {};
+    box.append(...[make()].flat());
+  };
+  box.addEventListener("toggle", () => box.fill(), { once: true });
   return box;
 }

@@ -2,33 +2,53 @@
 
 const REVEAL_MOST = 12; // nodes for which boxes are opened; more are shown by the boxes they are in
 const FAST_FROM = 700; // visible items from which edges hide while the view moves
+const PICTURE = 1800; // pixels of the longer side of the picture for paper
+const SETTLED = 90; // ms without a movement, after which a large graph is drawn for the new place
 
 function makeGraph(tree, report, container, told) {
   const reductions = new Set(report.collectives.map((c) => c.nodes[0]));
-  const view = { tree, lit: new Set(), picked: null, told, reductions };
+  const view = { tree, lit: new Set(), picked: null, told, reductions, without: "", inside: new Set([tree.root]), number: 0 };
   const calm = matchMedia("(prefers-reduced-motion: reduce)").matches;
   const cy = cytoscape({
-    container, style: lookOf(), minZoom: 0.02, maxZoom: 3, boxSelectionEnabled: false, autoungrabify: true,
+    container, style: lookOf(), minZoom: 0.005, maxZoom: 3, boxSelectionEnabled: false, autoungrabify: true,
     userZoomingEnabled: false, hideEdgesOnViewport: tree.leaves.size > FAST_FROM, pixelRatio: Math.min(devicePixelRatio || 1, 2),
     layout: { name: "preset" },
   });
   view.cy = cy;
-  const move = (to) => (calm ? cy.viewport(to) : cy.animate(to, { duration: 220 }));
+  const windowAt = (to) => ({ zoom: cy.zoom(), pan: cy.pan(), ...to, width: cy.width(), height: cy.height() });
+  const move = (to) => {
+    view.refresh(to);
+    if (calm) cy.viewport(to);
+    else cy.animate(to, { duration: 220 });
+  };
 
   view.draw = () => {
-    view.run = null;
-    const shown = placed(tree);
+    view.stop();
+    view.number = place(tree);
+    cy.elements().remove();
+    view.refresh();
+  };
+  // Puts on the canvas what there is to see from where the view is, or will be, and takes the rest away.
+  view.refresh = (to = {}) => {
+    const { shown, inside } = detailOf(tree, view.number, windowAt(to));
+    view.inside = inside;
+    const elements = [...shown.map((item) => boxElement(item, view)), ...edgeElements(tree, inside)];
+    const wanted = new Map(elements.map((e) => [e.data.id, e.data]));
     cy.batch(() => {
-      cy.elements().remove();
-      cy.add([...shown.map((s) => boxElement(s, view)), ...edgeElements(tree)]);
+      cy.elements().filter((e) => wanted.get(e.id())?.frame !== e.data("frame") || !wanted.has(e.id())).remove();
+      cy.add(elements.filter((e) => !cy.hasElementWithId(e.data.id)));
     });
     view.mark();
   };
   view.mark = () => {
-    const lit = new Set([...view.lit].map((leaf) => standIn(leaf).id));
-    const picked = view.picked && standIn(view.picked).id;
+    const lit = new Set([...view.lit].map((leaf) => drawnAs(leaf, view.inside).id));
+    const picked = view.picked && drawnAs(view.picked, view.inside).id;
     cy.batch(() => {
-      cy.elements().removeClass("lit dim picked");
+      cy.elements().removeClass("lit dim picked gone");
+      if (view.without) {
+        const gone = cy.nodes().filter((n) => !tree.items.get(n.id()).programs.has(view.without));
+        gone.union(gone.connectedEdges()).addClass("gone");
+      }
       if (lit.size) {
         cy.elements().addClass("dim");
         const bright = cy.nodes().filter((n) => lit.has(n.id()));
@@ -42,47 +62,39 @@ function makeGraph(tree, report, container, told) {
     });
     container.dataset.lit = [...view.lit].map((leaf) => leaf.node.name).join(" ");
   };
-  view.fit = (elements = cy.elements(), most = 1.1) => {
-    if (!elements.length) return;
-    const bounds = elements.boundingBox({ includeEdges: false });
-    const zoom = Math.max(Math.min(cy.width() / (bounds.w + 60), cy.height() / (bounds.h + 60), most), cy.minZoom());
-    move({ zoom, pan: { x: cy.width() / 2 - zoom * (bounds.x1 + bounds.w / 2), y: cy.height() / 2 - zoom * (bounds.y1 + bounds.h / 2) } });
+  view.fit = (items = tree.root.children, most = 1.1) => {
+    if (!items.length) return;
+    const side = (axis, size, sign) => items.map(({ at }) => at[axis] + (sign * at[size]) / 2);
+    const [x1, x2] = [Math.min(...side("x", "width", -1)), Math.max(...side("x", "width", 1))];
+    const [y1, y2] = [Math.min(...side("y", "height", -1)), Math.max(...side("y", "height", 1))];
+    const fitting = Math.min(cy.width() / (x2 - x1 + 60), cy.height() / (y2 - y1 + 60), most);
+    const zoom = Math.max(fitting, cy.minZoom());
+    move({ zoom, pan: { x: cy.width() / 2 - (zoom * (x1 + x2)) / 2, y: cy.height() / 2 - (zoom * (y1 + y2)) / 2 } });
   };
   view.zoom = (by) => cy.zoom({ level: cy.zoom() * by, renderedPosition: { x: cy.width() / 2, y: cy.height() / 2 } });
-  view.toggle = (group, open = !group.open) => {
-    setOpen(group, open);
-    view.draw();
-    const element = cy.getElementById(standIn(group).id);
-    view.fit(open ? element : element.closedNeighborhood().nodes(), Math.max(cy.zoom(), 0.9));
-    told(`${group.label || "graph"} ${open ? "opened" : "closed"}: ${plural(cy.nodes().length, "box", "boxes")} in view`);
-  };
-  // Inner boxes first, a few at a time: the page stays alive meanwhile.
-  view.all = async (open) => {
-    const groups = [...tree.items.values()].filter((item) => !item.leaf && item !== tree.root).sort((a, b) => b.depth - a.depth);
-    for (const group of groups) setOpen(group, open);
-    if (!open) openAtStart(tree);
-    const run = (view.run = {});
-    for (let i = 0, since = performance.now(); open && i < groups.length; i++) {
-      arrange(groups[i]);
-      if (performance.now() - since < 40) continue;
-      told(`laying out: ${count(i)} of ${plural(groups.length, "box", "boxes")}`);
-      await new Promise((go) => setTimeout(go));
-      if (view.run !== run) return;
-      since = performance.now();
+  view.toggle = (group) => {
+    view.stop();
+    if (group.open && !view.inside.has(group)) { // too small to show that it is open
+      view.fit([group]);
+      return;
     }
+    setOpen(group, !group.open);
     view.draw();
-    view.fit();
-    told(open ? `everything open: ${plural(cy.nodes().length, "box", "boxes")}` : "closed again");
+    const drawn = standIn(group);
+    const near = cy.getElementById(drawn.id).closedNeighborhood().nodes().map((n) => tree.items.get(n.id()));
+    view.fit(group.open ? [drawn] : near, Math.max(cy.zoom(), 0.9));
+    told(`${group.label || "graph"} ${group.open ? "opened" : "closed"}: ${plural(view.number, "box", "boxes")}`);
   };
   view.light = (leaves, picked = null) => {
+    view.stop();
     view.lit = new Set(leaves);
     view.picked = picked;
     if (leaves.length <= REVEAL_MOST) leaves.forEach(reveal);
     if (picked) reveal(picked);
     view.draw();
-    const marked = cy.nodes(".lit, .picked");
-    view.fit(marked, 1.2);
-    return marked.length;
+    const marked = new Set([...leaves, ...picked ? [picked] : []].map(standIn));
+    view.fit([...marked], 1.2);
+    return marked.size;
   };
   view.clear = () => {
     view.lit = new Set();
@@ -90,37 +102,14 @@ function makeGraph(tree, report, container, told) {
     view.mark();
   };
   view.restyle = () => cy.style(lookOf());
+  view.picture = () => cy.png({ full: true, maxWidth: PICTURE, maxHeight: PICTURE });
+  makeOpening(view);
+  let waiting = 0;
+  cy.on("viewport", () => {
+    clearTimeout(waiting);
+    if (view.number > ALL_UP_TO) waiting = setTimeout(() => view.refresh(), SETTLED);
+  });
   return view;
-}
-
-function boxElement({ item, x, y, width, height, frame }, view) {
-  const classes = [
-    ...frame ? ["frame"] : item.leaf ? [] : ["group"],
-    ...frame && item.depth === 1 ? ["lane"] : [],
-    ...item.leaf && item.region === "input" ? ["input-node"] : [],
-    ...item.leaf && view.reductions.has(item.node.name) ? ["collective"] : [],
-  ];
-  const data = { id: item.id, label: labelOf(item), region: item.region, width, height, name: item.leaf ? item.node.name : "" };
-  return { group: "nodes", data, position: { x, y }, classes };
-}
-
-// One edge for all values that flow between two visible boxes.
-function edgeElements(tree) {
-  const found = new Map();
-  for (const { from, to, bytes: size } of tree.edges) {
-    const [a, b] = [standIn(from), standIn(to)];
-    if (a === b) continue;
-    const key = `${a.id}>${b.id}`;
-    const known = found.get(key) || { a, b, values: 0, size: 0 };
-    known.values += 1;
-    known.size += size;
-    found.set(key, known);
-  }
-  return [...found].map(([key, { a, b, values, size }]) => ({
-    group: "edges",
-    data: { id: key, source: a.id, target: b.id, values, bytes: size, width: Math.min(1 + Math.log10(1 + values) * 1.4, 4) },
-    classes: a.region === b.region ? [] : a.region === "input" ? ["far", "given"] : ["far"],
-  }));
 }
 
 // Mouse, fingers and keys. The page keeps scrolling over the graph until the graph has been clicked or focused.

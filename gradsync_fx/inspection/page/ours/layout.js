@@ -5,8 +5,10 @@ const PAD = 14;
 const TITLE = 24;
 const LANE_GAP = 46;
 const SIMPLEX_MOST = 16;
+const WIDTH_STEP = 24; // widths in steps: boxes of like layers are of one size then, and share one layout
 const pen = document.createElement("canvas").getContext("2d");
 const widths = new Map();
+const layouts = new Map(); // what dagre found, by all that it was given
 
 function labelOf(item) {
   return item.leaf ? item.label : `${item.label}  ·  ${count(item.count)}`;
@@ -17,7 +19,8 @@ function sizeOf(item) {
     const inner = arrange(item);
     return { width: Math.max(inner.width, textWidth(labelOf(item), 12)) + 2 * PAD, height: inner.height + 2 * PAD + TITLE };
   }
-  const width = Math.min(Math.max(textWidth(labelOf(item), 12) * (item.leaf ? 1 : 1.1) + 24, 64), 266);
+  const wanted = textWidth(labelOf(item), 12) * (item.leaf ? 1 : 1.1) + 24;
+  const width = Math.min(Math.max(Math.ceil(wanted / WIDTH_STEP) * WIDTH_STEP, 72), 264);
   return { width, height: item.leaf ? 28 : 38 };
 }
 
@@ -63,40 +66,49 @@ function inside(group, sizes) {
 }
 
 function layered(group, linked, sizes) {
-  const graph = new dagre.graphlib.Graph();
-  const ranker = linked.size > SIMPLEX_MOST ? "longest-path" : "network-simplex"; // the second is finer, and slow
-  graph.setGraph({ rankdir: direction(group, linked), nodesep: 14, ranksep: 30, marginx: 0, marginy: 0, ranker });
-  graph.setDefaultEdgeLabel(() => ({}));
-  for (const item of group.children) if (linked.has(item)) graph.setNode(item.id, { ...sizes.get(item), item });
-  for (const { from, to, weight } of group.links.values()) graph.setEdge(from.id, to.id, { weight: Math.min(weight, 8) });
-  dagre.layout(graph);
-  const at = new Map();
-  let [left, top, right, bottom] = [Infinity, Infinity, -Infinity, -Infinity];
-  for (const id of graph.nodes()) {
-    const { x, y, width, height } = graph.node(id);
-    left = Math.min(left, x - width / 2);
-    top = Math.min(top, y - height / 2);
-    right = Math.max(right, x + width / 2);
-    bottom = Math.max(bottom, y + height / 2);
-  }
-  for (const id of graph.nodes()) {
-    const { x, y, width, height, item } = graph.node(id);
-    at.set(item, { x: x - left, y: y - top, width, height });
-  }
-  return { at, width: right - left, height: bottom - top };
+  const items = group.children.filter((c) => linked.has(c));
+  const place = new Map(items.map((item, i) => [item, i]));
+  const boxes = items.map((item) => sizes.get(item));
+  const links = [...group.links.values()].map((l) => [place.get(l.from), place.get(l.to), Math.min(l.weight, 8)]);
+  const rankdir = direction(group, linked, sizes);
+  const key = JSON.stringify([rankdir, boxes, links]);
+  if (!layouts.has(key)) layouts.set(key, layeredBoxes(rankdir, boxes, links));
+  const { centres, width, height } = layouts.get(key);
+  return { at: new Map(items.map((item, i) => [item, { ...centres[i], ...boxes[i] }])), width, height };
 }
 
-// Modules run with their lane; the nodes of one box run whichever way fills the screen better.
-function direction(group, linked) {
+function layeredBoxes(rankdir, boxes, links) {
+  const graph = new dagre.graphlib.Graph();
+  const ranker = boxes.length > SIMPLEX_MOST ? "longest-path" : "network-simplex"; // the second is finer, and slow
+  graph.setGraph({ rankdir, nodesep: 14, ranksep: 30, marginx: 0, marginy: 0, ranker });
+  graph.setDefaultEdgeLabel(() => ({}));
+  boxes.forEach((size, i) => graph.setNode(String(i), { ...size }));
+  for (const [from, to, weight] of links) graph.setEdge(String(from), String(to), { weight });
+  dagre.layout(graph);
+  const found = boxes.map((_, i) => graph.node(String(i)));
+  const least = (side) => Math.min(...found.map(side));
+  const most = (side) => Math.max(...found.map(side));
+  const [left, top] = [least((n) => n.x - n.width / 2), least((n) => n.y - n.height / 2)];
+  return {
+    centres: found.map((n) => ({ x: n.x - left, y: n.y - top })),
+    width: most((n) => n.x + n.width / 2) - left, height: most((n) => n.y + n.height / 2) - top,
+  };
+}
+
+// Modules run with their lane; nodes, and modules inside a module that are open, whichever way fills the screen better.
+function direction(group, linked, sizes) {
   const across = group.region === "backward" ? "RL" : "LR";
   const boxes = [...linked].filter((c) => !c.leaf).length;
-  if (linked.size <= 14 && (group.depth === 1 || boxes > linked.size / 2)) return across;
+  const closed = ![...linked].some((c) => c.open);
+  if (linked.size <= 14 && (group.depth === 1 || (closed && boxes > linked.size / 2))) return across;
   const ranks = new Map();
   for (const { from, to } of group.links.values()) ranks.set(to, Math.max(ranks.get(to) || 0, (ranks.get(from) || 0) + 1));
   const depth = 1 + Math.max(0, ...ranks.values());
   const breadth = linked.size / depth;
-  const down = (breadth * 150) / (depth * 58);
-  const along = (depth * 180) / (breadth * 42);
+  const mean = (side) => [...linked].reduce((sum, c) => sum + sizes.get(c)[side], 0) / linked.size;
+  const [width, height] = [mean("width"), mean("height")];
+  const down = (breadth * (width + 14)) / (depth * (height + 30));
+  const along = (depth * (width + 30)) / (breadth * (height + 14));
   return Math.abs(Math.log(down / 1.6)) <= Math.abs(Math.log(along / 1.6)) ? "TB" : across;
 }
 
@@ -116,18 +128,16 @@ function grid(items, sizes, width) {
   return { at, width: right, height: y + row };
 }
 
-// All visible items with their centres on the sheet; open boxes as frames.
-function placed(tree) {
-  const found = [];
+// Gives all that open boxes hold its place on the sheet: centre and size. Returns how many items that is.
+function place(tree) {
+  let number = 0;
   const descend = (group, left, top) => {
-    for (const [item, place] of arrange(group).at) {
-      const x = left + place.x;
-      const y = top + place.y;
-      const open = !item.leaf && item.open;
-      found.push({ item, x, y, width: place.width, height: place.height, frame: open });
-      if (open) descend(item, x - place.width / 2 + PAD, y - place.height / 2 + PAD + TITLE);
+    for (const [item, { x, y, width, height }] of arrange(group).at) {
+      item.at = { x: left + x, y: top + y, width, height };
+      number += 1;
+      if (!item.leaf && item.open) descend(item, item.at.x - width / 2 + PAD, item.at.y - height / 2 + PAD + TITLE);
     }
   };
   descend(tree.root, 0, 0);
-  return found;
+  return number;
 }

@@ -16,6 +16,7 @@ function lookOf() {
     } },
     ...regions,
     { selector: "node.group", style: { "border-width": 1.5, "font-weight": 600, "corner-radius": 9 } },
+    { selector: "node.whole", style: { "font-size": "data(font)", "text-max-width": "data(width)" } },
     { selector: "node.collective", style: { shape: "hexagon", "border-width": 2.5 } },
     { selector: "node.input-node", style: { shape: "cut-rectangle" } },
     { selector: "node.frame", style: {
@@ -32,6 +33,8 @@ function lookOf() {
     { selector: "node.dim", style: { opacity: 0.45 } },
     { selector: "node.frame.dim", style: { opacity: 0.75 } },
     { selector: "edge.dim", style: { opacity: 0.07 } },
+    { selector: "node.gone", style: { "background-color": colour("sunk"), "border-color": colour("line"), color: colour("muted"), opacity: 0.5 } },
+    { selector: "edge.gone", style: { "line-style": "dashed", opacity: 0.2 } },
     { selector: "node.lit", style: { "border-width": 3, "border-color": colour("accent"), opacity: 1, "z-index": 4 } },
     { selector: "edge.lit", style: { "line-color": colour("accent"), "target-arrow-color": colour("accent"), opacity: 0.9, "z-index": 3 } },
     { selector: "node.picked", style: { "border-width": 4, "border-color": colour("accent"), "z-index": 5 } },

@@ -5,7 +5,7 @@ const still = matchMedia("(prefers-reduced-motion: reduce)").matches;
 
 function drawGraph() {
   const tree = buildTree(report);
-  const canvas = el("div", { class: "canvas" });
+  const canvas = el("div", { class: "canvas", "aria-hidden": "true" });
   const frame = el("div", {
     class: "frame", tabindex: "0", role: "application", "aria-describedby": "graph-help",
     "aria-label": "Graph of the step. Arrows pan, plus and minus zoom, 0 shows all, Enter opens the picked box. The panel beside it lists the same in text.",
@@ -31,15 +31,34 @@ function drawGraph() {
     panel.overview();
     said.textContent = "";
   };
-  const choose = (item, parameter) => {
+  const choose = ({ item, parameter, line, leaves }) => {
     if (item) select(item);
     else if (parameter) panel.parameter(parameter);
+    else {
+      view.light(leaves);
+      panel.line(line, leaves);
+      said.textContent = `${shortLine(line)}: ${plural(leaves.length, "node")} lit`;
+    }
   };
   const button = (text, label, click) => el("button", { type: "button", "aria-label": label, title: label, click }, text);
+  let opening = false;
+  const opener = button("Open all", "Open every box", () => (opening ? view.stop() : view.openAll()));
+  const closer = button("Close all", "Close the boxes again", () => { view.closeAll(); reset(); });
+  const greyer = button("Grey out what accumulate leaves out", "Grey out what the accumulate program leaves out", () => {
+    view.without = view.without ? "" : "accumulate";
+    greyer.setAttribute("aria-pressed", String(Boolean(view.without)));
+    view.mark();
+  });
+  greyer.setAttribute("aria-pressed", "false");
+  greyer.hidden = !report.programs.some((p) => p.name === "accumulate");
+  view.opening = (now) => {
+    opening = now;
+    opener.textContent = now ? "Stop" : "Open all";
+    opener.setAttribute("aria-label", now ? "Stop opening" : "Open every box");
+  };
   tools.append(makeSearch(tree, report, choose), el("div", { class: "buttons" },
     button("−", "Zoom out", () => view.zoom(0.8)), button("+", "Zoom in", () => view.zoom(1.25)),
-    button("Fit", "Show all of it", () => view.fit()), button("Open all", "Open every box", () => view.all(true)),
-    button("Close all", "Close the boxes again", () => { view.all(false); reset(); })));
+    button("Fit", "Show all of it", () => view.fit()), opener, closer, greyer));
   view.cy.on("tap", (event) => {
     if (event.target === view.cy) { reset(); return; }
     const item = tree.items.get(event.target.id());
@@ -53,7 +72,7 @@ function drawGraph() {
   steer(view, frame);
   view.draw();
   panel.overview();
-  requestAnimationFrame(() => view.cy.fit(view.cy.elements(), 24));
+  requestAnimationFrame(() => view.fit());
 
   const bucket = (c, byKey) => {
     const leaves = c.nodes.map((name) => tree.leaves.get(name)).filter(Boolean);
@@ -63,11 +82,12 @@ function drawGraph() {
     if (byKey) side.focus({ preventScroll: true });
     byId("graph").scrollIntoView({ behavior: still ? "auto" : "smooth", block: "start" });
   };
+  panel.pick = bucket;
   const showNode = (name) => {
     const leaf = tree.leaves.get(name);
     return leaf ? () => { select(leaf); byId("graph").scrollIntoView({ behavior: still ? "auto" : "smooth" }); } : null;
   };
-  return { bucket, showNode, restyle: view.restyle };
+  return { bucket, showNode, restyle: view.restyle, picture: view.picture };
 }
 
 function legend() {
@@ -99,7 +119,7 @@ function makeThemeToggle(changed) {
 
 drawSummary(report);
 drawTimeline(report);
-const graph = report.graph.length ? drawGraph() : { bucket: () => {}, showNode: () => null, restyle: () => {} };
+const graph = report.graph.length ? drawGraph() : { bucket: () => {}, showNode: () => null, restyle: () => {}, picture: () => "data:," };
 drawCollectives(report, graph.bucket);
 drawBytes(report);
 drawCurve(report);
@@ -108,3 +128,4 @@ drawPrograms(report);
 drawCode(report);
 drawParameters(report);
 makeThemeToggle(graph.restyle);
+preparePrint(graph);

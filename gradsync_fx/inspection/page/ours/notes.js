@@ -6,7 +6,7 @@ function drawNotes(report, showNode) {
     ...report.moved.map((text) => note("Moved", "declined", withLines(text))),
     ...report.refusals.map((text) => note("Declined", "declined", withLines(text))),
     ...report.kept.map((k) => note("Kept", "kept", [
-      el("code", {}, k.op), ...k.line ? [" at ", el("code", {}, k.line)] : [], ": ", k.why, " ",
+      el("code", {}, k.op), ...k.line ? [" at ", lineLink(k.line)] : [], ": ", k.why, " ",
       showNode(k.node) ? el("button", { type: "button", click: showNode(k.node) }, "Show in graph") : "",
     ])),
     ...report.unused_parameters.length ? [note("No gradient", "unused", [
@@ -36,8 +36,9 @@ function drawPrograms(report) {
     ...report.memory ? memoryTable(report.memory) : [],
     ...report.sharing ? sharingTable(report.sharing) : [],
     ...report.once && report.once.held.length ? onceTable(report.once) : [],
+    ...drawSides(report),
     ...report.programs.map((p) => lazy(["Code of ", el("code", {}, p.name), el("span", { class: "muted" }, ` ${plural(p.code.split("\n").length, "line")}`)],
-      () => el("pre", { tabindex: "0" }, el("code", {}, p.code.trim())))),
+      () => el("pre", { tabindex: "0" }, el("code", {}, p.code.trim())), { class: "code" })),
     ...report.regions.length ? [lazy("Regions and their lines", () => regionTable(report))] : [],
     lazy(`Passes: ${passesTold(report)}`, () => passTable(report), { id: "passes" }));
 }
@@ -48,8 +49,9 @@ function memoryTable(memory) {
   const kinds = Object.entries(memory.held).map(([kind, n]) => `${kind} ${bytes(n)}`);
   return [
     table("Memory", [{ title: "Program" }, { title: "Held", number: true }, { title: "Temporary", number: true }, { title: "Peak", number: true }, { title: "At" }],
-      memory.programs.map((p) => [el("code", {}, p.name), bytes(held), bytes(p.temporaries), bytes(held + p.temporaries), el("code", {}, p.line)]), { id: "memory-table" }),
-    el("p", { class: "muted" }, `Of one rank, estimated from the graphs. Held: ${kinds.join(", ")}.`)];
+      memory.programs.map((p) => [el("code", {}, p.name), bytes(held), bytes(p.temporaries), bytes(held + p.temporaries), lineLink(p.line, shortLine(p.line))]), { id: "memory-table" }),
+    el("p", { class: "muted" }, `Of one rank, estimated from the graphs. Held: ${kinds.join(", ")}.`),
+    ...drawMemory(memory)];
 }
 
 // Updates that are shared out: what this rank has, what it sends for them, and who has which parameter.
@@ -72,7 +74,7 @@ function onceTable(once) {
   const onTarget = once.launches === null ? "" : ` On the target each accumulate call starts ${plural(once.launches, "kernel")} and moves ${bytes(once.moved)} less.`;
   return [
     table("Once per window", [{ title: "Held" }, { title: "Bytes", number: true }, { title: "Of" }, { title: "Line" }],
-      once.held.map((h) => [`${h.what}: ${h.op}`, bytes(h.bytes), h.of.join(", ") || "constants", el("code", {}, h.line)]), { id: "once-table" }),
+      once.held.map((h) => [`${h.what}: ${h.op}`, bytes(h.bytes), h.of.join(", ") || "constants", lineLink(h.line, shortLine(h.line))]), { id: "once-table" }),
     el("p", { class: "muted" }, `${bytes(size)} held on one rank; ${saved} saved in a window, estimated.${onTarget}`)];
 }
 
@@ -84,7 +86,8 @@ function passesTold(report) {
 function regionTable(report) {
   return table("Regions", [{ title: "Region" }, { title: "Nodes", number: true }, { title: "Lines" }], report.regions.map((r) => [
     el("span", {}, el("i", { class: `swatch ${slug(r.role)}`, "aria-hidden": "true" }), " ", r.role), count(r.nodes),
-    el("span", { title: r.lines.join("\n") }, r.lines.slice(0, 4).map(shortLine).join(", ") + (r.lines.length > 4 ? ` and ${r.lines.length - 4} more` : "") || "–")]));
+    el("span", { title: r.lines.join("\n") }, r.lines.length ? r.lines.slice(0, 4).flatMap((l, i) => [i ? ", " : "", lineLink(l, shortLine(l))]) : "–",
+      r.lines.length > 4 ? ` and ${r.lines.length - 4} more` : "")]));
 }
 
 function passTable(report) {

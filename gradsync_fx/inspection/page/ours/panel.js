@@ -4,13 +4,13 @@ const LISTED = 24; // neighbours shown before "and n more"
 
 function makePanel(box, view, report) {
   const { tree } = view;
-  const bucketOf = new Map(report.collectives.flatMap((c) => c.nodes.map((name) => [name, c])));
+  const bucketOf = new Map(report.collectives.flatMap((c) => [...c.nodes, ...c.parameters.map(asParameter)].map((name) => [name, c])));
   const readers = new Map();
   for (const { from, to } of tree.edges) {
     if (!readers.has(from)) readers.set(from, []);
     readers.get(from).push(to);
   }
-  const panel = { select: () => {} }; // set by main.js: what a click on a neighbour does
+  const panel = { select: () => {}, pick: () => {} }; // set by main.js: what a click on a neighbour, and on a bucket, does
   const show = (...content) => {
     box.replaceChildren(...content.flat().filter(Boolean));
     box.scrollTop = 0;
@@ -20,6 +20,10 @@ function makePanel(box, view, report) {
   const links = (title, items) => items.length === 0 ? [] : [
     el("h4", {}, `${title} `, el("small", {}, count(items.length))),
     rest(items, link)];
+
+  const reducedIn = (c) => (c ? [el("h4", {}, "Reduced in"), el("ul", { class: "links" }, el("li", {},
+    el("button", { type: "button", class: "link", click: () => panel.pick(c) }, el("i", { class: "swatch gradient-sync", "aria-hidden": "true" }),
+      `bucket ${c.bucket}, ${bytes(c.bytes)}, ${plural(c.parameters.length, "parameter")}`)))] : []);
 
   panel.overview = () => show(
     el("h3", {}, "Regions"),
@@ -36,16 +40,16 @@ function makePanel(box, view, report) {
 
   panel.node = (leaf) => {
     const n = leaf.node;
-    const c = bucketOf.get(n.name);
+    const c = bucketOf.get(n.name) || bucketOf.get(asParameter(n.parameter));
     const guess = tree.guessed.has(n.name) ? ` (${MODULE_GUESS})` : "";
     const path = leaf.parent.path || [];
     show(
-      el("h3", {}, n.parameter || n.name),
+      el("h3", {}, titleOf(n)),
       facts([
         ["Node", n.parameter ? n.name : ""], ["Op", n.op], ["Region", n.region], ["Value", form(n)], ["Size", n.dtype ? `${bytes(n.bytes)} (${count(n.bytes)} bytes)` : ""],
-        ["Module", n.module || (guess && path.length ? path.join(".") + guess : "")], ["Line", n.line], ["Programs", n.programs.join(", ")],
-        ["All-reduce", c ? `bucket ${c.bucket}` : ""],
+        ["Module", n.module || (guess && path.length ? path.join(".") + guess : "")], ["Line", n.line && lineLink(n.line)], ["Programs", n.programs.join(", ")],
       ]),
+      reducedIn(c),
       links("Reads", n.inputs.map((name) => tree.leaves.get(name)).filter(Boolean)),
       links("Read by", readers.get(leaf) || []),
       links("In", [leaf.parent]));
@@ -62,15 +66,23 @@ function makePanel(box, view, report) {
   panel.parameter = (p) => show(
     el("h3", {}, p.name),
     facts([["Value", form(p)], ["Size", bytes(p.bytes)], ["Trained", p.trained ? "yes" : "no gradient in this step"], ["Sum in", p.accumulator_dtype], ["Optimizer", p.optimizer]]),
+    reducedIn(bucketOf.get(asParameter(p.name))),
     el("p", { class: "muted" }, "It is no input of the step’s graph."));
+
+  panel.line = (line, leaves) => show(
+    el("h3", {}, lineLink(line, shortLine(line))),
+    facts([["Nodes", count(leaves.length)], ["Modules", [...new Set(leaves.map((leaf) => leaf.node.module).filter(Boolean))].slice(0, 6).join(", ")]]),
+    links("Its nodes", leaves));
   return panel;
 }
+
+const asParameter = (name) => `parameter ${name}`; // names of parameters beside those of nodes, which have no space
 
 const slug = (region) => region.replace(" ", "-");
 
 function facts(pairs) {
   return el("dl", {}, pairs.filter(([, value]) => value !== "" && value !== undefined).flatMap(([name, value]) =>
-    [el("dt", {}, name), el("dd", {}, String(value))]));
+    [el("dt", {}, name), el("dd", {}, value.nodeType ? value : String(value))]));
 }
 
 function rest(items, make) {

@@ -1,4 +1,4 @@
-// Search by parameter, node or module: a combobox with a list of what fits.
+// Search by parameter, node, module or line: a combobox with a list of what fits.
 
 const RESULTS = 12;
 
@@ -7,15 +7,17 @@ function makeSearch(tree, report, choose) {
     ...report.parameters.map((p) => ({ kind: "parameter", text: p.name, parameter: p })),
     ...[...tree.items.values()].filter((i) => !i.leaf && i.depth > 1).map((i) =>
       ({ kind: `module, ${i.region}`, text: i.path.join("."), item: i })),
-    ...[...tree.leaves.values()].map((leaf) => ({ kind: leaf.region, text: leaf.node.name, item: leaf })),
+    ...[...tree.leaves.values()].filter((leaf) => leaf.node.op !== "parameter").map((leaf) => ({ kind: leaf.region, text: titleOf(leaf.node), item: leaf })),
+    ...[...byLine(tree)].map(([line, leaves]) => ({ kind: plural(leaves.length, "node"), text: shortLine(line), also: line, line, leaves })),
   ];
-  for (const entry of entries) entry.lower = entry.text.toLowerCase();
+  for (const entry of entries) entry.lower = (entry.also || entry.text).toLowerCase();
   const inputs = new Map([...tree.leaves.values()].filter((l) => l.node.op === "parameter").map((l) => [l.node.parameter, l]));
   const list = el("ul", { id: "search-list", role: "listbox", "aria-label": "What was found", hidden: true });
   const field = el("input", {
-    id: "search", type: "search", placeholder: "Parameter, node or module", autocomplete: "off", spellcheck: "false", role: "combobox",
+    id: "search", type: "search", placeholder: "Parameter, node, module or file:line", autocomplete: "off", spellcheck: "false", role: "combobox",
     "aria-label": "Search the graph", "aria-expanded": "false", "aria-controls": "search-list", "aria-autocomplete": "list",
   });
+  const told = el("span", { class: "hidden-text", role: "status" });
   let found = [];
   let active = -1;
 
@@ -28,7 +30,7 @@ function makeSearch(tree, report, choose) {
   const take = (entry) => {
     close();
     field.value = entry.text;
-    choose(entry.item || inputs.get(entry.text) || null, entry.parameter);
+    choose({ ...entry, item: entry.item || inputs.get(entry.text) });
   };
   const activate = (to) => {
     active = (to + found.length) % found.length;
@@ -42,7 +44,8 @@ function makeSearch(tree, report, choose) {
     const scored = [];
     for (const entry of entries) {
       const at = entry.lower.indexOf(wanted);
-      if (at >= 0) scored.push([(entry.lower === wanted ? 0 : at === 0 ? 1 : 2) + (entry.kind === "parameter" ? 0 : 0.5), entry]);
+      const start = at === 0 || (entry.line && entry.text.toLowerCase().startsWith(wanted));
+      if (at >= 0) scored.push([(entry.text.toLowerCase() === wanted ? 0 : start ? 1 : 2) + (entry.kind === "parameter" ? 0 : 0.5), entry]);
     }
     scored.sort((a, b) => a[0] - b[0]);
     found = scored.slice(0, RESULTS).map(([, entry]) => entry);
@@ -53,6 +56,7 @@ function makeSearch(tree, report, choose) {
     if (!found.length) list.append(el("li", { class: "none" }, "nothing of that name"));
     else if (scored.length > RESULTS) list.append(el("li", { class: "none", "aria-hidden": "true" }, `and ${count(scored.length - RESULTS)} more`));
     list.hidden = false;
+    told.textContent = found.length ? `${count(scored.length)} found` : "nothing of that name";
     field.setAttribute("aria-expanded", "true");
   };
   field.addEventListener("input", update);
@@ -67,5 +71,16 @@ function makeSearch(tree, report, choose) {
       activate(active < 0 && event.key === "ArrowUp" ? found.length - 1 : active + (event.key === "ArrowDown" ? 1 : -1));
     }
   });
-  return el("div", { class: "search" }, field, list);
+  return el("div", { class: "search" }, field, list, told);
+}
+
+// The user's lines, each with its nodes.
+function byLine(tree) {
+  const found = new Map();
+  for (const leaf of tree.leaves.values()) {
+    if (!leaf.node.line) continue;
+    if (!found.has(leaf.node.line)) found.set(leaf.node.line, []);
+    found.get(leaf.node.line).push(leaf);
+  }
+  return found;
 }

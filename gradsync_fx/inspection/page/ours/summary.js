@@ -15,7 +15,7 @@ function drawSummary(report) {
   const where = [report.line, `k = ${report.k}`, ranks].filter(Boolean);
   byId("summary").append(
     el("h1", {}, report.step),
-    el("p", { class: "facts" }, where.map((text, i) => el(i === 0 && report.line ? "code" : "span", {}, text))),
+    el("p", { class: "facts" }, where.map((text, i) => (i === 0 && report.line ? lineLink(text) : el("span", {}, text)))),
     el("p", { class: "muted" }, "gradient = ", el("code", {}, report.scale.formula), ", sums in ",
       report.scale.accumulator_dtypes.join(", ") || "–", ", on the wire ", report.scale.wire_dtypes.join(", ") || "–"),
     el("div", { class: "figures" },

@@ -10,9 +10,9 @@ function sortable({ caption, rows, columns, text, pick, id }) {
   let limit = ROWS;
   const field = el("input", { type: "search", placeholder: "Filter", "aria-label": `Filter: ${caption}`, autocomplete: "off", spellcheck: "false" });
   const tally = el("span", { class: "muted", role: "status" });
-  const heads = columns.map((column) => el("th", { scope: "col", class: column.number ? "number" : null, "aria-sort": "none" },
+  const heads = columns.map((column) => headOf(column, { "aria-sort": "none" },
     el("button", { type: "button", click: () => sort(column) }, column.title, el("span", { class: "sign", "aria-hidden": "true" }))));
-  const body = el("tbody");
+  const body = bodyOf();
   const more = el("button", { type: "button", hidden: true, click: () => { limit = Infinity; draw(); } }, "Show all");
 
   function sort(column) {
@@ -38,8 +38,7 @@ function sortable({ caption, rows, columns, text, pick, id }) {
     more.textContent = `Show all ${count(kept.length)}`;
   }
   function line(row) {
-    const cells = columns.map((column, i) => el(i ? "td" : "th", { class: column.number ? "number" : null, scope: i ? null : "row" }, column.cell(row)));
-    const made = el("tr", pick ? { tabindex: "0", class: "pickable" } : {}, cells);
+    const made = rowOf(columns, columns.map((column) => column.cell(row)), pick ? { tabindex: "0", class: "pickable" } : {});
     if (pick) {
       const go = (event) => {
         body.querySelectorAll("[aria-current]").forEach((other) => other.removeAttribute("aria-current"));
@@ -60,7 +59,7 @@ function sortable({ caption, rows, columns, text, pick, id }) {
   return el("div", { class: "sortable" },
     rows.length > FILTER_FROM ? el("div", { class: "tools" }, field, tally) : null,
     el("div", { class: "scroll", role: "region", "aria-label": caption, tabindex: "0" },
-      el("table", { id }, el("caption", { class: "hidden-text" }, caption), el("thead", {}, el("tr", {}, heads)), body)),
+      tableOf(caption, { id }, heads, body)),
     more);
 }
 

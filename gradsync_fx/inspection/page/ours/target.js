@@ -26,7 +26,7 @@ const recorded = (program) => (program.recording.never ? "no" : program.recordin
 function kernels(program) {
   const code = el("div");
   const show = (kernel, byKey) => {
-    code.replaceChildren(el("h3", {}, kernel.name), el("p", { class: "muted" }, kernel.regions.join(", "), " ", ...kernel.lines.flatMap((l) => [el("code", {}, l), " "])),
+    code.replaceChildren(el("h3", {}, kernel.name), el("p", { class: "muted" }, kernel.regions.join(", "), " ", ...kernel.lines.flatMap((l) => [lineLink(l), " "])),
       kernel.source ? el("pre", { tabindex: "0" }, el("code", {}, kernel.source.trim())) : el("p", {}, "A library’s kernel: its code is not made here."));
     if (byKey) code.querySelector("pre")?.focus();
   };

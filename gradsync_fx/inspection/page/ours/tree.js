@@ -42,6 +42,11 @@ function leafLabel(node) {
   return node.op === "parameter" ? last : `${last}, ${node.op}`;
 }
 
+// The whole name: of an input what the user calls it.
+function titleOf(node) {
+  return !node.parameter ? node.name : node.op === "parameter" || node.op === "data" ? node.parameter : `${node.parameter}, ${node.op}`;
+}
+
 function box(tree, parent, label, region) {
   const made = { id: `g${tree.number++}`, leaf: false, label, region, parent, children: [], named: new Map(), links: new Map(), open: false, stale: true };
   if (parent) parent.children.push(made);
@@ -85,9 +90,13 @@ function gather(tree, group, leaves, name) {
 
 function measure(item, depth, path) {
   item.depth = depth;
-  if (item.leaf) return 1;
+  if (item.leaf) {
+    item.programs = new Set(item.node.programs);
+    return 1;
+  }
   item.path = depth > 1 ? [...path, item.label] : [];
   item.count = item.children.reduce((sum, child) => sum + measure(child, depth + 1, item.path), 0);
+  item.programs = new Set(item.children.flatMap((child) => [...child.programs]));
   return item.count;
 }
 
@@ -140,7 +149,7 @@ function setOpen(group, open) {
   for (let at = group; at; at = at.parent) at.stale = true;
 }
 
-// What stands for an item in the view: the outermost closed box round it, or itself.
+// What stands for an item: the outermost closed box round it, or itself.
 function standIn(item) {
   let found = item;
   for (let at = item.parent; at; at = at.parent) if (!at.open) found = at;
