@@ -71,7 +71,7 @@ def accuracy(net, batch: dict[str, Tensor]) -> float:
 
 
 def train(console: Console, rank: int, world: int, epochs: int, args) -> None:
-    pairs = docstrings(PACKAGES)[: 300 if args.quick else None]
+    pairs = docstrings(PACKAGES)[: 1400 if args.quick else None]
     torch.manual_seed(0)  # the same weights on every rank
     if args.checkpoint:
         tokenizer = AutoTokenizer.from_pretrained(args.checkpoint)
@@ -112,7 +112,7 @@ def main() -> None:
     args = parser.parse_args()
     with ranks() as (rank, world):
         console = Console(quiet=rank > 0, soft_wrap=True)
-        train(console, rank, world, 1 if args.quick else 6, args)
+        train(console, rank, world, 5 if args.quick else 6, args)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ The command line shows its help without torch, and torch's compiler, which takes
 the first name here that needs it.
 """
 
+import random
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -103,7 +104,10 @@ _LATE = {
 def __getattr__(name: str) -> Any:
     if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # What is imported draws random numbers here and there: the user's come out as without it.
+    state = random.getstate()
     found = {name: getattr(import_module(f"{__name__}.{at}"), name) for name, at in _LATE.items()}
+    random.setstate(state)
     globals().update(found)
     return found[name]
 

@@ -57,6 +57,15 @@ step(model, optimizer, torch.ones(3, 2))
 assert gradsync_fx.window(step).optimizer_step == 1
 """
 
+UNTOUCHED = """
+import random
+random.seed(5)
+before = random.getstate()
+import gradsync_fx
+gradsync_fx.optimize
+assert random.getstate() == before
+"""
+
 
 def run(script: str) -> str:
     """What a process of its own writes; it has to succeed."""
@@ -95,3 +104,8 @@ def test_a_name_that_does_not_exist_is_refused_as_by_any_module() -> None:
 @pytest.mark.captured
 def test_a_step_may_be_the_first_to_ask_for_a_name() -> None:
     run(IN_A_STEP)
+
+
+def test_the_user_s_random_numbers_are_those_without_the_import() -> None:
+    """Libraries draw from Python's generator while they are imported."""
+    run(UNTOUCHED)
