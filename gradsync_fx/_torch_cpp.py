@@ -117,8 +117,12 @@ class _Library(CppPythonBindingsCodeCache):
 
 
 def started_library(source: str) -> Callable[[], Path]:
-    """Begins to compile a file of kernels, unless it is there; what is returned waits, and gives the library's path."""
-    load = _Library.load_async(source, submit_fn=AsyncCompile.submit)
+    """Begins to compile a file of kernels, unless it is there; what is returned waits, and gives the library's path.
+
+    With one thread it is compiled when it is waited for: Inductor holds a lock while it submits, which the work takes.
+    """
+    submit = AsyncCompile.submit if get_compile_threads() > 1 else None
+    load = _Library.load_async(source, submit_fn=submit)
     return lambda: Path(load().path)
 
 

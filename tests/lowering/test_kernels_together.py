@@ -16,6 +16,7 @@ import torch
 
 import gradsync_fx
 from gradsync_fx._torch import fresh_cache, inductor_cache_dir, inductor_config
+from gradsync_fx._torch_cpp import AsyncCompile
 from gradsync_fx.lowering import kernels_together as together
 from gradsync_fx.lowering.kernels_together import Source, grouped, joined, kernels_of
 from tests.drive import plain_step
@@ -65,6 +66,20 @@ def test_one_library_holds_several_kernels(cache: Path) -> None:
     assert again[two] is made[two]
     assert result(again[three]) == [3.0, 4.0, 5.0, 6.0]
     assert len(libraries(cache)) == 2
+
+
+def test_with_one_thread_a_kernel_is_there_when_it_is_named(cache: Path) -> None:
+    """And found by later processes, as with several."""
+    with inductor_config.patch({"compile_threads": 1}), together.kernels_together():
+        compiling = AsyncCompile()
+        kernels = [
+            compiling.cpp_pybinding(["const float*", "float*"], ADD % n) for n in ("1.0f", "2.0f")
+        ]
+    assert [result(kernel) for kernel in kernels] == [[1.0, 2.0, 3.0, 4.0], [2.0, 3.0, 4.0, 5.0]]
+    assert len(libraries(cache)) == 2
+    with mock.patch.object(together, "started_library") as compiled:
+        kernels_of([adding("1.0f"), adding("2.0f")])
+    assert not compiled.called
 
 
 def test_a_kernel_is_found_on_disk(cache: Path) -> None:
