@@ -200,6 +200,13 @@ def _cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-300])
 
 
+def _another_byte(path: Path) -> None:
+    """Inside of what is packed."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    path.write_bytes(content)
+
+
 def _no_archive(path: Path) -> None:
     path.write_text("nothing")
 
@@ -228,7 +235,7 @@ def _outside(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [_cut, _no_archive, _other_format, _torchs_part, _a_library, _outside]
+    "damage", [_cut, _another_byte, _no_archive, _other_format, _torchs_part, _a_library, _outside]
 )
 def test_a_damaged_file_is_named_and_nothing_of_it_is_used(
     artifact: Path,

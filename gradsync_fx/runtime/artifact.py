@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,6 +44,11 @@ log = logging.getLogger(__name__)
 
 _FORMAT = 1
 _ABOUT, _TORCHS, _FILES = "about.json", "torch", "files/"
+# What reading a file of another origin ends in.
+_DAMAGE = (
+    *(OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError),
+    *(zipfile.BadZipFile, zlib.error),
+)
 
 
 def write_artifact(path: FilePath, about: dict[str, Any]) -> None:
@@ -56,20 +62,21 @@ def write_artifact(path: FilePath, about: dict[str, Any]) -> None:
             fix="leave TORCHINDUCTOR_FORCE_DISABLE_CACHES and TORCHINDUCTOR_FX_GRAPH_CACHE unset",
         )
     files = {**used_files(), **probes_of_instructions(inductor_cache_dir())}
+    contents = {name: file.read_bytes() for name, file in files.items()}
     about = {
         "format": _FORMAT,
         "machine": machine_as_text(),
         "compiler": compile_command(),
         **about,
-        "digests": {name: _digest(file.read_bytes()) for name, file in files.items()},
+        "digests": {name: _digest(content) for name, content in contents.items()},
         "torch": _digest(kept[0]),
     }
     packed = zipfile.ZIP_DEFLATED
     with in_place_of(path) as beside, zipfile.ZipFile(beside, "x", packed) as archive:
         archive.writestr(_ABOUT, json.dumps(about, indent=1))
         archive.writestr(_TORCHS, kept[0])
-        for name, file in files.items():
-            archive.write(file, f"{_FILES}{name}")
+        for name, content in contents.items():
+            archive.writestr(f"{_FILES}{name}", content)
 
 
 # By file, the time of its last change, and the cache folder that it was put into.
@@ -96,14 +103,7 @@ def load_artifact(path: FilePath) -> Artifact:
         try:
             with zipfile.ZipFile(file) as archive:
                 artifact = _load(str(path), archive)
-        except (
-            OSError,
-            ValueError,
-            LookupError,
-            TypeError,
-            AttributeError,
-            zipfile.BadZipFile,
-        ) as failure:
+        except _DAMAGE as failure:
             why = f"it is damaged, or no file of step.export ({type(failure).__name__}: {failure})"
             artifact = Artifact(str(path), {}, [], (why,))
         _LOADED[key] = artifact
@@ -123,9 +123,8 @@ def _load(path: str, archive: zipfile.ZipFile) -> Artifact:
     misfits = differences(about["machine"], machine_as_text())
     if not misfits:
         _unpack(archive, about)
-        command = (
-            compile_command()
-        )  # asked for now: what it looks for may have been in the artifact
+        # Asked for now: what it looks for may have been in the artifact.
+        command = compile_command()
         if command != about["compiler"]:
             misfits = [command_apart(about["compiler"], command)]
     return Artifact(path, about["options"], about["programs"], tuple(misfits))
