@@ -92,6 +92,7 @@ try:
     from torch._dynamo.variables.misc import (
         DebuggingVariable,
         LoggingLoggerVariable,
+        NumpyVariable,
         StringFormatVariable,
     )
     from torch._dynamo.variables.optimizer import OptimizerVariable

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -676,4 +677,38 @@ def test_recurrent_layers_in_a_step_that_runs_eagerly() -> None:
     twin = copy.deepcopy(net)
     step(twin, sgd(twin), torch.ones(2, 1, 3))
     for p, q in zip(run("eager"), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+@pytest.mark.parametrize("draw", ["rand", "normal", "permutation", "beta"])
+def test_numbers_of_numpy(draw: str) -> None:
+    drawn = {
+        "rand": lambda: np.random.rand(4, 1),
+        "normal": lambda: np.random.normal(size=(4, 1)),
+        "permutation": lambda: np.random.permutation(4)[:, None],
+        "beta": lambda: np.array(np.random.beta(0.2, 0.2)),
+    }[draw]
+
+    def noisy(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
+        with_noise(model, optimizer, x, y, torch.from_numpy(drawn()).float())
+
+    def with_noise(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, noise: Tensor) -> None:
+        F.mse_loss(model(x) * noise, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def run(step: Step, **options: Any) -> list[Tensor]:
+        np.random.seed(3)
+        torch.manual_seed(0)
+        model = mlp()
+        stepped, optimizer = quick(step, 2, **options), sgd(model)
+        for window in regression(2, 2):
+            for batch in window:
+                given = () if step is noisy else (torch.from_numpy(drawn()).float(),)
+                stepped(model, optimizer, *batch, *given)
+        return list(model.parameters())
+
+    error = refused(gradsync_fx.CaptureError, f"np.random.{draw}", run, noisy)
+    assert "NumPy's generator" in error.seen
+    for p, q in zip(run(with_noise), run(noisy, **EAGER), strict=True):
         torch.testing.assert_close(p, q)

@@ -44,6 +44,7 @@ from gradsync_fx._torch import format_value as plain_format_value
 from gradsync_fx._torch import load_attribute as plain_load_attribute
 from gradsync_fx.capture.left_out import Touches, check_helper
 from gradsync_fx.capture.notes import note_norm
+from gradsync_fx.capture.numpy_draws import refuse_numpy_draw
 from gradsync_fx.capture.trace_state import (
     CallSite,
     Observed,
@@ -224,6 +225,7 @@ def call_function(self: Any, fn: Any, args: list[Any], kwargs: dict[str, Any]) -
     if site in seen.after_program:
         self.push(put_after_program(self, fn, args, kwargs, _name(fn), watched=True))
         return
+    refuse_numpy_draw(self, fn)
     answered = seen.answered
     try:
         _plain_call(self, fn, args, kwargs)
