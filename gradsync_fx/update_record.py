@@ -17,11 +17,15 @@ class WindowLosses:
     sums: torch.Tensor
     work: dist.Work | None = None
 
-    def read(self) -> tuple[float, float, int]:
-        """Waits for the exchange."""
+    def wait(self) -> None:
+        """Until the exchange is over."""
         if self.work is not None:
             self.work.wait()
             self.work = None
+
+    def read(self) -> tuple[float, float, int]:
+        """Waits for the exchange."""
+        self.wait()
         total, number, terms = self.sums.tolist()
         return total, number, round(terms)
 

@@ -53,7 +53,10 @@ def main(what: str, path: str, row: str, folder: str) -> None:
     path = f"{path}.{rank}" if row == "shards" else path
 
     def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        loss = F.cross_entropy(model(x).flatten(0, -2), y.flatten())
+        out = model(x)
+        loss = (
+            F.cross_entropy(out.flatten(0, 1), y.flatten()) if row == "gpt" else F.mse_loss(out, y)
+        )
         if row == "many options":
             gradsync_fx.micro_batch_weight(x[:, 0].exp().sum())
         loss.backward()
@@ -68,7 +71,7 @@ def main(what: str, path: str, row: str, folder: str) -> None:
             return torch.randint(8, (2, 6), generator=drawn), torch.randint(
                 8, (2, 6), generator=drawn
             )
-        return torch.randn(4, 8, generator=drawn), torch.zeros(4).long()
+        return torch.randn(4, 8, generator=drawn), torch.randn(4, 1, generator=drawn)
 
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

@@ -11,8 +11,10 @@ any rank has one; from then on each window's losses are summed over the ranks, u
 from __future__ import annotations
 
 import time
+import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +27,11 @@ from gradsync_fx.options import Options
 from gradsync_fx.planning.setting import Setting
 from gradsync_fx.runtime.protocol import StepProtocol
 from gradsync_fx.update_record import UpdateRecord, WindowLosses
+
+
+# The latest exchanges of watches that are gone. Gloo's thread lets go of an exchange a little after it is over; were it
+# the last to hold the tensors, it would ask for Python, which ends the process where Python is ending itself.
+_LATEST: deque[WindowLosses] = deque(maxlen=16)
 
 
 @dataclass(slots=True)
@@ -56,6 +63,8 @@ class UpdateWatch:
         self._closed: _Window | None = None  # in the call that is going on
         self._unknown: _Window | None = None  # whether there was an update
         self._ready: list[_Window] = []
+        self._sent: deque[WindowLosses] = deque(maxlen=2)
+        weakref.finalize(self, _end, self._sent)
 
     @classmethod
     def wanted(
@@ -125,6 +134,7 @@ class UpdateWatch:
         if group is not None:
             on = host_group(group) if self._device.type == "cpu" else group
             window.losses.work = dist.all_reduce(window.losses.sums, group=on, async_op=True)
+            self._sent.append(window.losses)
 
     def _add(self, loss: torch.Tensor | None, weight: torch.Tensor | None) -> None:
         """weight: 0 where the call does not count: then its loss does not, either."""
@@ -207,3 +217,11 @@ def loss_of(result: Any) -> torch.Tensor | None:
     if not isinstance(result, torch.Tensor) or not result.is_floating_point():
         return None
     return result.reshape(()) if result.numel() == 1 else None
+
+
+def _end(sent: deque[WindowLosses]) -> None:
+    """The finalizer of a watch, at the end of the process at the latest: no exchange is under way after it."""
+    for losses in sent:
+        with suppress(RuntimeError):  # another rank is gone, and nobody reads these any more
+            losses.wait()
+    _LATEST.extend(sent)
