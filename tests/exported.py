@@ -1,4 +1,4 @@
-"""A run that exports what it compiled, or starts from what another one exported; what it found is printed as JSON.
+"""A run that exports what it compiled, or starts from what another one exported; what it found is written as JSON.
 
 python tests/exported.py export|load PATH ROW FOLDER      each rank's findings go to FOLDER/rank<n>.json
 """

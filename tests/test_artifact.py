@@ -73,9 +73,8 @@ def failed(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("row", "world"),
     [
-        pytest.param(
-            "gpt", 1, marks=pytest.mark.long
-        ),  # what two ranks do, with layers that repeat
+        # What two ranks do, with layers that repeat.
+        pytest.param("gpt", 1, marks=pytest.mark.long),
         ("many options", 2),
         ("shards", 2),
     ],
@@ -263,6 +262,15 @@ def test_a_damaged_file_is_named_and_nothing_of_it_is_used(
     assert not list(elsewhere.parent.rglob("outside.so"))
     model, optimizer = trained()
     assert step(model, optimizer, X, Y).isfinite()
+
+
+def test_a_file_that_is_gone_by_the_first_call(artifact: Path) -> None:
+    """All of it that is needed was read when the step was made."""
+    options: dict[str, Any] = {"gradient_accumulation_steps": 2, "skip_nonfinite": True}
+    step = gradsync_fx.optimize(plain_step, artifact=artifact, **options)
+    artifact.unlink()
+    with pytest.warns(gradsync_fx.GradSyncWarning, match="skip_nonfinite is False there"):
+        step(*trained(), X, Y)
 
 
 def test_what_is_there_already_stays(artifact: Path, elsewhere: Path) -> None:

@@ -25,6 +25,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from gradsync_fx.capture.numpy_draws import is_numpys_generator
 from gradsync_fx.code_uses import FROM_CELLS, TEXT, cells_of, uses
 from gradsync_fx.optim.reached import an, words
 from gradsync_fx.user_lines import is_library
@@ -207,8 +208,7 @@ class _Walk:
 
     def _builtin(self, function: BuiltinFunctionType) -> None:
         owner = function.__self__
-        of_numpy = type(owner).__module__.startswith("numpy.random")
-        if isinstance(owner, random.Random) or of_numpy:
+        if isinstance(owner, random.Random) or is_numpys_generator(owner):
             raise Touches(f"it calls {function.__name__}: a random generator")
         if function.__name__ in _DRAWS and type(owner).__module__.startswith("torch"):
             raise Touches(f"it calls torch.{function.__name__}: a random generator")

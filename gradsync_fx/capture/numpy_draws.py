@@ -12,6 +12,11 @@ from gradsync_fx._torch import NumpyVariable
 from gradsync_fx.capture.trace_state import refuse
 
 
+def is_numpys_generator(owner: Any) -> bool:
+    """Whether an object draws numbers for NumPy: its own one, or one that the user made."""
+    return type(owner).__module__.startswith("numpy.random")
+
+
 def refuse_numpy_draw(tx: Any, called: Any) -> None:
     """Ends the trace where `called`, one of Dynamo's variables, is a function of NumPy's generator.
 
@@ -19,7 +24,7 @@ def refuse_numpy_draw(tx: Any, called: Any) -> None:
     """
     if not isinstance(called, NumpyVariable):
         return
-    if not type(getattr(called.value, "__self__", None)).__module__.startswith("numpy.random"):
+    if not is_numpys_generator(getattr(called.value, "__self__", None)):
         return
     refuse(
         tx,

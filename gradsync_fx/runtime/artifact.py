@@ -156,7 +156,7 @@ def looked_up(program: Program, options: Options, setting: Setting) -> Iterator[
     if options.artifact is None:
         return
     missed_now, bypassed_now = _compiled_so_far()
-    artifact = load_artifact(options.artifact)
+    artifact = _loaded(options.artifact)
     if missed_now > missed:
         why = artifact.why_compiled(program, options, setting)
     elif bypassed_now > bypassed:
@@ -164,6 +164,12 @@ def looked_up(program: Program, options: Options, setting: Setting) -> Iterator[
     else:
         return
     _tell(artifact, f"has not all of the {program.name} program, which is compiled", why)
+
+
+def _loaded(path: FilePath) -> Artifact:
+    """The latest that was loaded from there: a step that is being compiled has loaded it when it was made."""
+    file = os.path.realpath(path)
+    return next(a for (known, _, _), a in reversed(_LOADED.items()) if known == file)
 
 
 def _compiled_so_far() -> tuple[int, int]:

@@ -13,9 +13,7 @@ function drawCurve(report) {
   const ratio = report.predicted.window > 0 ? report.predicted.window_synced / report.predicted.window : 1;
   body.append(frame, el("p", { class: "muted" },
     `Time of a window that reduces in every micro-step, over that of one with accumulation. Here, k = ${report.k}: ${factor(ratio)}.`));
-  const draw = () => frame.replaceChildren(curve(points, { k, ratio, hidden: report.predicted.hidden_from, told }, frame.clientWidth || 480));
-  new ResizeObserver(draw).observe(frame);
-  draw();
+  drawnToWidth(frame, (width) => curve(points, { k, ratio, hidden: report.predicted.hidden_from, told }, width));
 }
 
 function niceTop(value) {

@@ -30,11 +30,7 @@ function detailOf(tree, number, window) {
 }
 
 // What is drawn for an item: the outermost box round it that does not show its inside, or itself.
-function drawnAs(item, inside) {
-  let found = item;
-  for (let at = item.parent; at; at = at.parent) if (!inside.has(at)) found = at;
-  return found;
-}
+const drawnAs = (item, inside) => outermost(item, (group) => !inside.has(group));
 
 function boxElement(item, view) {
   const frame = view.inside.has(item);

@@ -120,3 +120,10 @@ function lazy(summary, make, attributes = {}) {
   box.addEventListener("toggle", () => box.fill(), { once: true });
   return box;
 }
+
+// Fills a frame with what is made for its width, now and whenever that changes.
+function drawnToWidth(frame, make) {
+  const draw = () => frame.replaceChildren(make(frame.clientWidth || 480));
+  new ResizeObserver(draw).observe(frame);
+  draw();
+}

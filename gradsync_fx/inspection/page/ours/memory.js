@@ -5,9 +5,7 @@ function drawMemory(memory) {
   const top = held + Math.max(...memory.programs.map((p) => p.temporaries));
   return memory.programs.filter((p) => p.levels.length > 1).map((program) => {
     const frame = el("div", { class: "curve memory" });
-    const draw = () => frame.replaceChildren(memoryCurve(program, held, top, frame.clientWidth || 480));
-    new ResizeObserver(draw).observe(frame);
-    draw();
+    drawnToWidth(frame, (width) => memoryCurve(program, held, top, width));
     return frame;
   });
 }

@@ -149,12 +149,15 @@ function setOpen(group, open) {
   for (let at = group; at; at = at.parent) at.stale = true;
 }
 
-// What stands for an item: the outermost closed box round it, or itself.
-function standIn(item) {
+// The outermost box round an item that hides its inside, or the item itself.
+function outermost(item, hides) {
   let found = item;
-  for (let at = item.parent; at; at = at.parent) if (!at.open) found = at;
+  for (let at = item.parent; at; at = at.parent) if (hides(at)) found = at;
   return found;
 }
+
+// What stands for an item: the outermost closed box round it, or itself.
+const standIn = (item) => outermost(item, (group) => !group.open);
 
 function reveal(item) {
   for (let at = item.parent; at; at = at.parent) if (!at.open) setOpen(at, true);
