@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -198,17 +199,21 @@ def test_parameters_that_forward_writes_are_refused_by_name() -> None:
 
 @pytest.mark.gloo
 @pytest.mark.inductor
-def test_the_managers_of_torchft_vote(ranks: Ranks) -> None:
-    """An error that one of them knows of refuses the update of its whole replica group."""
+def test_the_managers_of_torchft_vote(tmp_path: Path) -> None:
+    """An error that one of them knows of refuses the update of its whole replica group.
+
+    In ranks of its own: its threads do not end with a manager.
+    """
     pytest.importorskip(
         "torchft", reason="torchft is not installed: it has no package for this platform"
     )
     from torchft.coordination import LighthouseServer
 
-    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
+    lighthouse, ranks = LighthouseServer(bind="127.0.0.1:0", min_replicas=1), Ranks(tmp_path)
     try:
         results = ranks(fault_tolerant.trained, lighthouse.address())
     finally:
+        ranks.stop()
         lighthouse.shutdown()
     for found in results:
         assert found["synced"] == [True, False, True]

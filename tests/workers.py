@@ -28,13 +28,14 @@ class RanksFailed(AssertionError):
 
 
 def _fate(store: str, rank: int) -> Path:
-    """Where a rank that a signal ends leaves its threads' stacks."""
+    """Where a rank leaves what it prints to stderr; one that a signal ends, its threads' stacks, too."""
     return Path(f"{store}.rank{rank}")
 
 
 def serve(rank: int, world: int, store: str, pipe: Connection) -> None:
     """The body of a rank: runs what it is told by name until the pipe closes."""
-    faulthandler.enable(_fate(store, rank).open("w"))
+    os.dup2(os.open(_fate(store, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), 2)
+    faulthandler.enable()
     # The ranks find each other on the loopback, whatever the machine's name resolves to.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
@@ -112,8 +113,8 @@ class Ranks:
                 return answer
         except EOFError:
             process.join()
-            stacks = _fate(self._store(), rank).read_text()
-            return False, f"the process is gone, exit code {process.exitcode}\n{stacks}"
+            last = _fate(self._store(), rank).read_text()[-10_000:]
+            return False, f"the process is gone, exit code {process.exitcode}\n{last}"
         return False, "no answer in time"
 
     def _start(self) -> None:

@@ -36,7 +36,7 @@ STAGES = {
     "gradsync_fx.optim.binding:trace_update": "torch",
     "gradsync_fx.runtime.program_cache:build": "passes",
     "gradsync_fx.inspection.held:rewrite": "lowering",
-    "gradsync_fx.optimized_step:describe": "report",
+    "gradsync_fx.dispatch:describe": "report",
 }
 OWN = ("capture", "analysis", "passes", "lowering")
 

@@ -30,7 +30,9 @@ _PLACE, _WORD = 0x9E3779B97F4A7C15 - 2**64, 0x2545F4914F6CDD1D
 class Drift:
     """Compares the ranks' parameters as updates go by.
 
-    A comparison on the CPU is made at once. On another device the hash is left to be computed and copied, and read when
+    updated(): the hash of one rank, whenever it learns of the update -> compare(): where all of them are
+
+    On the CPU that is when the window ends. On another device the hash is left to be computed and copied, and read when
     the ranks meet next: a call waits for nothing that was queued after it.
     """
 
@@ -44,22 +46,23 @@ class Drift:
         self._parameters = dict(parameters)
 
     def updated(self, line: Line, update: int, reduced: Collection[str]) -> None:
-        """update: how many there were, this one included. reduced: parameters that all ranks update alike.
+        """Begins a comparison, if it is time for one. update: how many there were, this one included.
 
-        Raises `RanksDisagreeError` on every rank where parameters differ by more than rounding.
+        reduced: parameters that all ranks update alike.
         """
         if line.group is None or (update != 1 and update % COMPARED_EVERY):
             return
         ARRIVALS.settle()
         held = {name: p for name, p in self._parameters.items() if name in reduced}
-        mine = fingerprint(held.values())
-        self._pending = (update, held, HostCopy(mine))
-        if mine.device.type == "cpu":
-            self.compare(line)
+        self._pending = (update, held, HostCopy(fingerprint(held.values())))
 
-    def compare(self, line: Line) -> None:
-        """Ends a comparison that is pending; all ranks call it at the same point, or none has one."""
-        if self._pending is None:
+    def compare(self, line: Line, *, if_known: bool = False) -> None:
+        """Ends a comparison that is pending; all ranks call it at the same point, or none has one.
+
+        if_known: later, where the hash is still being computed on a device. Raises `RanksDisagreeError` on every rank
+        where parameters differ by more than rounding.
+        """
+        if self._pending is None or if_known and not self._pending[-1].on_host:
             return
         (update, held, mine), self._pending = self._pending, None
         (number,) = mine.values()

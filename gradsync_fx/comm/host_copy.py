@@ -24,6 +24,11 @@ class HostCopy:
         self._event = torch.Event(tensor.device)
         self._event.record()
 
+    @property
+    def on_host(self) -> bool:
+        """Whether reading it waits for no device."""
+        return self._event is None
+
     def values(self) -> list[Any]:
         """All of its numbers, flat."""
         if self._event is not None:

@@ -319,6 +319,9 @@ class Executor:
         self.integrity.over()
         if closed.outcome is None:
             self._follow_up(step, meeting, updated=bool(updated))
+            with self.integrity.among_ranks(alone=self._line.group is None):
+                self.drift.compare(self._line, if_known=True)
+            self.integrity.over()
         else:
             self._awaited = (step, meeting, closed.outcome)
             self._states.watch(step.objects.optimizers, self.settle)
@@ -346,7 +349,10 @@ class Executor:
         ARRIVALS.settle()
 
     def settle(self) -> None:
-        """Learns whether the last window made an update, where only the device knew; waits for it, not for more."""
+        """Learns whether the last window made an update, where only the device knew; waits for it, not for more.
+
+        It tells other ranks nothing: one rank may ask alone, and one may let go of its step before the others.
+        """
         if self._awaited is None:
             return
         (step, meeting, outcome), self._awaited = self._awaited, None
@@ -368,9 +374,7 @@ class Executor:
         if self.watch is not None:
             self.watch.counted(self.window.optimizer_step, updated=updated)
         if updated:
-            with self.integrity.among_ranks(alone=self._line.group is None):
-                self.drift.updated(self._line, self.window.optimizer_step, step.reduced)
-            self.integrity.over()
+            self.drift.updated(self._line, self.window.optimizer_step, step.reduced)
         elif self._ballot is not None and self._ballot.refused:
             log.info("the update of %s was refused by commit", self.place())
         elif meeting.pending:

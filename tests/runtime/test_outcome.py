@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.scenarios.behind import behind
+from tests.scenarios.behind import ALONE, asked_alone, behind, eager_updates
 from tests.truth import Rules, Script, Slot, same
 from tests.workers import Ranks
 
@@ -83,3 +83,22 @@ def test_branches_that_differ_are_asked_for(ranks: Ranks) -> None:
         same(found["ours"], found["truth"], 1e-6)
         assert found["counts"][0] == found["counts"][1]
         assert found["masked"] == 0
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("how", ALONE)
+def test_what_one_rank_asks_alone_waits_for_no_other(ranks: Ranks, how: str) -> None:
+    """The comparison of parameters after the first update waits for the next meeting."""
+    one, other = ranks(asked_alone, how, False)
+    assert all(map(torch.equal, one["ours"], other["ours"]))
+    updates = 1 if how == "let go" else 2
+    for ours, plain in zip(one["ours"], eager_updates(updates), strict=True):
+        torch.testing.assert_close(ours, plain)
+    assert torch.equal(one["other"], other["other"])
+    assert one["error"] == other["error"] == ""
+
+
+@pytest.mark.gloo
+def test_a_drift_is_found_at_the_meeting_after_it(ranks: Ranks) -> None:
+    for found in ranks(asked_alone, "sync_gradients", True):
+        assert "parameter 'weight' after update 1" in found["error"]
