@@ -65,6 +65,7 @@ try:
     from torch._C._dynamo.eval_frame import reset_code
     from torch._decomp import decompositions as torch_decompositions
     from torch._dynamo import config as dynamo_config
+    from torch._dynamo import exc as dynamo_exc
     from torch._dynamo import optimize as dynamo_optimize
     from torch._dynamo.backends.registry import _BACKENDS as dynamo_backends
     from torch._dynamo.backends.registry import _COMPILER_FNS as dynamo_compilers
@@ -75,8 +76,13 @@ try:
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.pgo import auto_dynamic
     from torch._dynamo.side_effects import SideEffects
-    from torch._dynamo.source import ConstantSource, GlobalSource
-    from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
+    from torch._dynamo.source import ConstantSource, DictGetItemSource, GetItemSource, GlobalSource
+    from torch._dynamo.symbolic_convert import (
+        InstructionTranslator,
+        InstructionTranslatorBase,
+        TensorifyState,
+        compare_op_handlers,
+    )
     from torch._dynamo.utils import counters as dynamo_counters
     from torch._dynamo.variables import builder as dynamo_builder
     from torch._dynamo.variables.base import VariableTracker
@@ -93,10 +99,13 @@ try:
         DebuggingVariable,
         LoggingLoggerVariable,
         NumpyVariable,
+        RandomClassVariable,
+        RandomVariable,
         StringFormatVariable,
     )
     from torch._dynamo.variables.optimizer import OptimizerVariable
     from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+    from torch._dynamo.variables.torch import BaseTorchVariable
     from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
     from torch._functorch import config as functorch_config
     from torch._functorch._aot_autograd import graph_capture_wrappers as aot_wrappers
@@ -135,6 +144,7 @@ try:
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import (
         DimDynamic,
+        GuardOnDataDependentSymNode,
         ShapeEnv,
         StatelessSymbolicContext,
         compute_unbacked_bindings,
@@ -148,6 +158,7 @@ try:
     from torch.utils._sympy.functions import FloorDiv
     from torch.utils._sympy.interp import sympy_interp
     from torch.utils._sympy.reference import PythonReferenceAnalysis as PlainArithmetic
+    from torch.utils._sympy.symbol import SymT, symbol_is_type
 except ImportError as missing:
     raise missing_name(str(missing)) from missing
 
@@ -214,6 +225,8 @@ NEEDED: tuple[tuple[Any, str], ...] = (
     (TensorVariable, "method_backward"),
     (TensorVariable, "_collect_backward_inputs"),
     (InstructionTranslator, "current_tx"),
+    (dynamo_exc, "FailOnRecompileLimitHit"),
+    (dynamo_exc, "TensorifyScalarRestartAnalysis"),
     (SideEffects, "store_attr"),
     (torch_decompositions, "select_one_layer_lstm_function"),
     (InstructionTranslatorBase, "call_function"),
@@ -245,6 +258,10 @@ check_names()
 format_value = InstructionTranslatorBase._format_value
 load_attribute = InstructionTranslatorBase._load_attr
 tensorify_numbers = aot_graphs._apply_tensorify_python_scalars
+# Which numbers become constants is kept by symbol after a trace has ended, too; the next trace may give its own numbers
+# the same symbols.
+forget_constant_numbers, note_constant_number = TensorifyState.clear, TensorifyState.specialize
+is_constant_number = TensorifyState.should_specialize
 total_norm = nn.utils.clip_grad._get_total_norm
 
 

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
+from gradsync_fx.capture.explained import is_raised
 from gradsync_fx.capture.markers import Demand
 from gradsync_fx.capture.parallelism import refuse_other_parallelism
 from gradsync_fx.capture.tracer import traced
 from gradsync_fx.eager.own_errors import raise_own
 from gradsync_fx.eager.window import EagerWindow
-from gradsync_fx.errors import CaptureError
+from gradsync_fx.errors import CaptureError, GradSyncError
 from gradsync_fx.inspection.costs import Hardware
 from gradsync_fx.inspection.describe import describe
 from gradsync_fx.inspection.remarks import mistakes
@@ -94,14 +95,24 @@ class Dispatch:
             return self._captured_call(args, kwargs)
         except CaptureError as why:
             eager = self._run_eagerly(why)
-        return eager.run(args, kwargs)
+        try:
+            result = eager.run(args, kwargs)
+        except GradSyncError:
+            raise
+        except Exception:
+            self.eager = None  # the step's own: the next call may be captured
+            raise
+        eager.warn()
+        return result
 
     def prepare(self, args: Any, kwargs: Any) -> None:
         """Makes ready what a call with these arguments needs, without running it."""
         try:
             captured = self.capture_of(args, kwargs)
         except CaptureError as why:
-            self._run_eagerly(why).prepare(args, kwargs)
+            eager = self._run_eagerly(why)
+            eager.warn()
+            eager.prepare(args, kwargs)
         else:
             self._captured.prepare(captured)
 
@@ -119,11 +130,15 @@ class Dispatch:
 
     def _run_eagerly(self, why: CaptureError) -> EagerWindow:
         """From now on without a capture. Raises `why` where the options forbid that, or eager is no way out."""
-        same = isinstance(why, EITHER_WAY)
-        if self._executor.options.on_unsupported != "eager" or same:
+        if not self._runs_on(why):
             raise why
         self.eager = EagerWindow(self._train_step, self._executor, why)
         return self.eager
+
+    def _runs_on(self, failure: BaseException) -> bool:
+        """Whether the step runs eagerly after this, and raises what it raises by itself."""
+        eagerly = self._executor.options.on_unsupported == "eager"
+        return eagerly and isinstance(failure, CaptureError) and not isinstance(failure, EITHER_WAY)
 
     def _captured_call(self, args: Any, kwargs: Any) -> Any:
         self._look_at(args, kwargs)
@@ -136,7 +151,9 @@ class Dispatch:
             except Exception as failure:
                 # The user's code after the program, perhaps: then the other ranks wait for the window's second half.
                 self._executor.finish()
-                if not self._executor.talks:  # a second time, that would hang
+                # A second time, collectives would hang; and where the step runs on, it would count twice.
+                unclear = self._runs_on(failure) and not is_raised(failure.__cause__ or failure)
+                if not self._executor.talks and not unclear:
                     raise_own(self._train_step, args, kwargs, failure)
                 raise
             self._executor.deferred = self._demand.deferred

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -110,6 +111,26 @@ def meter(state: State, model: nn.Module, optimizer: Optimizer, loss: Tensor) ->
 def counter(state: State, model: nn.Module, optimizer: Optimizer, loss: Tensor) -> None:
     state.calls += 1
     if state.calls % 2 == 0:
+        state.total += 1.0
+
+
+@row(
+    "`if random.random() < p:`, `x * rng.uniform(1, 2)`, `random.choice(layers)(x)`",
+    "captured",
+    "drawn ahead of the program, as in eager PyTorch; a capture for each way that the branches come out, at most 64",
+)
+def drawn(state: State, model: nn.Module, optimizer: Optimizer, loss: Tensor) -> None:
+    if random.random() < 0.5:
+        state.total += 1.0
+
+
+@row(
+    "`if torch.rand([]) < p:`, `if torch.randint(2, (1,)).item():`",
+    "captured",
+    "likewise, on the CPU: it is drawn before the program's own random numbers (dropout)",
+)
+def drawn_tensor(state: State, model: nn.Module, optimizer: Optimizer, loss: Tensor) -> None:
+    if torch.rand([]) < 0.5:
         state.total += 1.0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import warnings
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ def step_of(found: Row, state: State) -> Any:
 
 def run(found: Row, **options: Any) -> tuple[gradsync_fx.OptimizedStep, State]:
     """Three windows of 2; parameters equal to eager accumulation's."""
+    random.seed(0)
     torch.manual_seed(0)
     model = mlp()
     other = copy.deepcopy(model)

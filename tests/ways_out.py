@@ -23,8 +23,20 @@ SHARDS = "tests/test_ways_out_of_shards.py::test_"
 FAULT = Untried("a fault of the package: no step is known that has it")
 ARTIFACT = "tests/test_artifact.py::test_"
 RESHARDED = "tests/test_resharded_windows.py::test_"
+FLOATS = "tests/capture/test_float_inputs.py::test_"
+DRAWN = "tests/capture/test_drawn_numbers.py::test_"
 WAYS_OUT: dict[str, str | Untried] = {
     "capture/numpy_draws.py:refuse_numpy_draw draw with torch (torch.r": STEPS + "numbers_of_numpy",
+    "capture/explained.py:_too_many keep a number that chang": FLOATS
+    + "too_many_captures_are_named_and_a_tensor_is_the_way_out",
+    "capture/drawn_numbers.py:_of_python draw with torch (torch.r": DRAWN
+    + "what_no_program_can_do_is_refused",
+    "capture/drawn_numbers.py:_refuse_unseeded make it before the step": DRAWN
+    + "a_generator_without_a_seed_is_refused",
+    "capture/drawn_numbers.py:check_draws let one draw decide for": DRAWN
+    + "too_many_ways_are_refused",
+    "capture/drawn_numbers.py:_refuse_constant compute with it by tenso": DRAWN
+    + "a_constant_of_the_program_is_refused",
     "runtime/artifact.py:write_artifact leave TORCHINDUCTOR_FORC": ARTIFACT + "refusals",
     "runtime/artifact.py:load_artifact leave it out once, call": ARTIFACT + "refusals",
     "runtime/export.py:export leave backend out": ARTIFACT + "refusals",

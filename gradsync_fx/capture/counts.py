@@ -21,6 +21,7 @@ from gradsync_fx._torch import (
     dynamo_builder,
 )
 from gradsync_fx.capture.deferred_calls import call_after_program
+from gradsync_fx.capture.drawn_numbers import is_drawn
 from gradsync_fx.capture.trace_state import (
     Number,
     const,
@@ -148,9 +149,9 @@ def _is_number(variable: Any) -> bool:
 
 
 def automatic_dynamic(tx: Any, name: str, entry: Any, **kwargs: Any) -> Any:
-    """`process_automatic_dynamic` while a step is traced: a number that the step changes is a symbol at once."""
+    """`process_automatic_dynamic` while a step is traced: a number that the step changes, or draws, is a symbol."""
     found = _plain_automatic(tx, name, entry, **kwargs)
-    return as_dynamic(found) if name in observed().symbols else found
+    return as_dynamic(found) if name in observed().symbols or is_drawn(name) else found
 
 
 _plain_automatic: Any = vars(dynamo_builder)["process_automatic_dynamic"]

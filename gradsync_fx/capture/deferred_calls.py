@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.fx import GraphModule, Node
 
 from gradsync_fx._torch import (
     ConstDictVariable,
@@ -38,11 +37,13 @@ from gradsync_fx._torch import (
     VariableTracker,
     formatted,
     free_unbacked_symbols,
-    tensorify_numbers,
 )
 from gradsync_fx._torch import format_value as plain_format_value
 from gradsync_fx._torch import load_attribute as plain_load_attribute
+from gradsync_fx.capture.comparisons import decided
+from gradsync_fx.capture.drawn_numbers import drawn
 from gradsync_fx.capture.left_out import Touches, check_helper
+from gradsync_fx.capture.names_of_torch import torch_name_of
 from gradsync_fx.capture.notes import note_norm
 from gradsync_fx.capture.numpy_draws import refuse_numpy_draw
 from gradsync_fx.capture.trace_state import (
@@ -175,6 +176,11 @@ def logger_call(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
 def load_traced(self: Any, name: str) -> None:
     """`InstructionTranslatorBase._load_attr` while a step is traced."""
     owner, seen = self.stack[-1], observed()
+    text = torch_name_of(owner, name)
+    if text is not None:
+        self.pop()
+        self.push(const(text))
+        return
     unseen = isinstance(owner, LazyVariableTracker) and not owner.is_realized()
     items = owner.peek_value() if unseen and name == "append" else None
     if isinstance(items, list | deque) and id(items) not in seen.read_lists:
@@ -221,6 +227,10 @@ def call_function(self: Any, fn: Any, args: list[Any], kwargs: dict[str, Any]) -
         name = [a.as_python_constant() for a in (*args, *kwargs.values())]
         self.push(LoggingLoggerVariable(logging.getLogger(*name)))
         return
+    number = drawn(self, fn, args, kwargs)
+    if number is not None:
+        self.push(number)
+        return
     site = (self.f_code, self.current_instruction.offset)
     if site in seen.after_program:
         self.push(put_after_program(self, fn, args, kwargs, _name(fn), watched=True))
@@ -229,6 +239,7 @@ def call_function(self: Any, fn: Any, args: list[Any], kwargs: dict[str, Any]) -
     answered = seen.answered
     try:
         _plain_call(self, fn, args, kwargs)
+        self.push(decided(self.pop()))
         if getattr(fn, "fn", None) is nn.utils.clip_grad_norm_:
             note_norm(self, self.stack[-1])
     except Exception as failure:
@@ -242,28 +253,6 @@ def call_function(self: Any, fn: Any, args: list[Any], kwargs: dict[str, Any]) -
 
 
 _plain_call = InstructionTranslatorBase.call_function
-
-
-def keep_floats(module: GraphModule) -> None:
-    """`_apply_tensorify_python_scalars` while a step is traced.
-
-    torch turns Python floats into tensors where tensors meet them, and makes constants of all others, with a trace for
-    each value. Floats that meet only each other (the running sum of a loss) can stay what they are.
-    """
-    met = (
-        a.meta.get("val")
-        for node in module.graph.nodes
-        for a in node.all_input_nodes
-        if isinstance(node.meta.get("val"), torch.Tensor) and not _handed_out(node)
-    )
-    if any(isinstance(value, torch.SymFloat) for value in met):
-        tensorify_numbers(module)
-
-
-def _handed_out(node: Node) -> bool:
-    """A number that the program returns, in the tensor that Dynamo has it returned in."""
-    only_output = all(user.op == "output" for user in node.users)
-    return node.target is torch.ops.aten.scalar_tensor.default and only_output
 
 
 def result_unused(tx: Any) -> bool:

@@ -22,13 +22,19 @@ from gradsync_fx._torch import (
     SideEffects,
     UserDefinedObjectVariable,
     aot_graphs,
+    compare_op_handlers,
     dynamo_builder,
     dynamo_config,
     in_place_of_backward,
     torch_decompositions,
 )
 from gradsync_fx.capture import counts, deferred_calls, gradient_values, handlers, in_place
+from gradsync_fx.capture.comparisons import deciding
+from gradsync_fx.capture.float_inputs import keep_floats
 from gradsync_fx.capture.trace_state import Observed, observing
+
+
+CAPTURES = 64  # of one step
 
 
 @contextmanager
@@ -41,7 +47,7 @@ def intercepting(fresh: Observed) -> Iterator[Observed]:
             dynamo_config.patch(
                 trace_autograd_ops=True,
                 optimize_ddp=False,
-                recompile_limit=max(64, dynamo_config.recompile_limit),
+                recompile_limit=max(CAPTURES, dynamo_config.recompile_limit),
                 # `loss.item()` is a number that the program gives.
                 capture_scalar_outputs=True,
                 reorderable_logging_functions={print},
@@ -62,7 +68,7 @@ def intercepting(fresh: Observed) -> Iterator[Observed]:
             (InstructionTranslatorBase, "_load_attr", deferred_calls.load_traced),
             (dynamo_builder, "is_int_specialization_case", counts.stays_constant),
             (dynamo_builder, "process_automatic_dynamic", counts.automatic_dynamic),
-            (aot_graphs, "_apply_tensorify_python_scalars", deferred_calls.keep_floats),
+            (aot_graphs, "_apply_tensorify_python_scalars", keep_floats),
             (CollectiveFunctionRewriteVariable, "call_function", in_place.call_collective),
             (SideEffects, "store_attr", gradient_values.store_attr),
             # One kernel for an LSTM on the CPU: in a graph, its backward lacks what its forward keeps.
@@ -75,6 +81,7 @@ def intercepting(fresh: Observed) -> Iterator[Observed]:
             (LoggingLoggerVariable, "call_method", deferred_calls.logger_call),
         ):
             stack.enter_context(mock.patch.object(owner, name, new))
+        stack.enter_context(mock.patch.dict(compare_op_handlers, deciding()))
         if not FORMATS_NUMBERS:
             stack.enter_context(
                 mock.patch.object(

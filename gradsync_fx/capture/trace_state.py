@@ -24,6 +24,7 @@ from gradsync_fx._torch import (
     VariableTracker,
     read_attribute,
 )
+from gradsync_fx.capture.draws import Draw, HostDraws
 from gradsync_fx.errors import CaptureError
 from gradsync_fx.user_lines import is_users
 
@@ -96,6 +97,8 @@ class Observed:
     step changes; lines: where each attribute was set.
     zeroed: gradients are dropped somewhere in the step. left: the end finds some. norms: what `clip_grad_norm_` gives,
     by their numbers among the values for the host; None where nobody asks.
+    host_draws: the random numbers of the step's host; drawn: those of this trace, in order. scalar_draws: lines that
+    draw a tensor of one number; on_host: those whose number is the host's, as a branch asks for it.
     """
 
     demanded: tuple[torch.Tensor, ...] = ()
@@ -132,6 +135,10 @@ class Observed:
     numbers: list[Number] = field(default_factory=list)
     lines: dict[str, str] = field(default_factory=dict)
     norms: list[int] | None = None
+    host_draws: HostDraws = field(default_factory=HostDraws)
+    drawn: list[Draw] = field(default_factory=list)
+    scalar_draws: frozenset[CallSite] = frozenset()
+    on_host: frozenset[CallSite] = frozenset()
 
     def leaf_index(self, leaf: torch.Tensor) -> int:
         for i, known in enumerate(self.leaves):
@@ -168,6 +175,7 @@ class Observed:
             self.appended.clear()
             self.declared.clear()
             self.numbers.clear()
+            self.drawn.clear()
         return self
 
     @property

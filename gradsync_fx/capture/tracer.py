@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 
 from gradsync_fx._torch import (
     FakeTensorMode,
-    TorchDynamoException,
     cached_backends,
     detect_fake_mode,
     dynamo_optimize,
@@ -33,16 +32,16 @@ from gradsync_fx._torch import (
 from gradsync_fx.capture.canonicalize import canonicalize
 from gradsync_fx.capture.checkpointing import refuse_reentrant, rematerialize
 from gradsync_fx.capture.counts import FollowedNumber
-from gradsync_fx.capture.explained import explained
+from gradsync_fx.capture.drawn_numbers import check_draws
+from gradsync_fx.capture.draws import Draws
+from gradsync_fx.capture.explained import ENDS_OF_TRACES, explained
 from gradsync_fx.capture.functional import functional
 from gradsync_fx.capture.inquiry import Inquiry, Runnable, TracedStep
 from gradsync_fx.capture.markers import TRACED, Demand
 from gradsync_fx.capture.names import batch_norms, ddp_modules, holders, named_tensors
 from gradsync_fx.capture.past_autograd import keep_writes
-from gradsync_fx.capture.patches import intercepting
-from gradsync_fx.capture.reachable import discover
+from gradsync_fx.capture.scoped_converter import ScopedConverter
 from gradsync_fx.capture.trace_state import (
-    CallSite,
     Declared,
     HostCall,
     Observed,
@@ -51,7 +50,6 @@ from gradsync_fx.capture.trace_state import (
 )
 from gradsync_fx.capture.untouched import Around, one_call, runs, runs_now
 from gradsync_fx.capture.with_updates import followed
-from gradsync_fx.comm.liveness import compiling
 from gradsync_fx.errors import (
     CaptureError,
     ForeignParameterError,
@@ -62,14 +60,14 @@ from gradsync_fx.errors import (
 from gradsync_fx.ir.ops import LEAF_GRAD, UPDATE, argument
 from gradsync_fx.ir.program import Kind, Leaf, Slot, Step, writes
 from gradsync_fx.optim.state import parameters_of
-from gradsync_fx.progress import stage
 from gradsync_fx.wording import name_of
 
 
 @dataclass(frozen=True, slots=True)
 class Capture:
     """A `Step` with the objects that it came from. holders: modules that hold parameters themselves. norms: the numbers
-    of what `clip_grad_norm_` gives, among the host's values. name: of the user's function."""
+    of what `clip_grad_norm_` gives, among the host's values. draws: what the step draws on the host. name: of the
+    user's function."""
 
     step: Step
     fake_mode: FakeTensorMode | None
@@ -88,6 +86,7 @@ class Capture:
     numbers: tuple[FollowedNumber, ...]
     never_zeroed: bool
     norms: tuple[int, ...] = ()
+    draws: Draws = ()
     name: str = "step"
 
 
@@ -136,12 +135,13 @@ def traced(
         )
 
     context: Any = dynamo_optimize(backend=compile_graph, nopython=True, dynamic=dynamic)
-    scoped = _Scoped(context.callback._torchdynamo_orig_backend, asked, rank_timeout, norms)
+    scoped = ScopedConverter(context.callback._torchdynamo_orig_backend, asked, rank_timeout, norms)
     context.callback._torchdynamo_orig_backend = scoped
     run = context(whole_step)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         scoped.called = function, args, kwargs
+        scoped.draws.foresee()
         try:
             while True:
                 try:
@@ -150,7 +150,7 @@ def traced(
                         now = runs()
                         asked.deferred = now.deferred if now is not None else ()
                         return result
-                except TorchDynamoException as failure:
+                except ENDS_OF_TRACES as failure:
                     # Nothing of the step has run: the trace starts over, with one call more after the program.
                     if not scoped.try_again():
                         raise explained(failure, function) from failure
@@ -164,55 +164,6 @@ def traced(
     return TracedStep(call, inquiry)
 
 
-class _Scoped:
-    """Dynamo's frame converter, with the interception in force while it traces and at no other time."""
-
-    def __init__(
-        self, callback: Any, demand: Demand, rank_timeout: float | None, norms: bool
-    ) -> None:
-        self._callback, self._demand, self._rank_timeout = callback, demand, rank_timeout
-        self._norms = norms
-        # Dynamo's C code walks this chain while frames are intercepted: a plain attribute, no Python code may run.
-        self._torchdynamo_orig_backend = callback._torchdynamo_orig_backend
-        self._after_program: frozenset[CallSite] = frozenset()
-        self._read_lists: frozenset[int] = frozenset()
-        self._symbols: frozenset[str] = frozenset()
-        self._learned = False
-        self.called: tuple[Any, ...] = ()  # the step and its arguments, while it is called
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        fresh = Observed(self._demand.parameters, self._after_program, self._read_lists)
-        fresh.symbols, fresh.within_reach = self._symbols, self._within_reach()
-        fresh.norms = [] if self._norms else None
-        of = name_of(self.called[0]) if self.called else "the step"
-        with stage(f"tracing {of}"), compiling(self._rank_timeout), intercepting(fresh) as seen:
-            try:
-                return self._callback(*args, **kwargs)
-            except Exception:
-                self._learned = self._learn(seen)
-                if seen.refusal is not None and not self._learned:
-                    raise seen.refusal from None
-                raise
-
-    def _within_reach(self) -> list[tuple[str, nn.Module]]:
-        try:
-            return discover(*self.called).roots()
-        except TypeError:
-            return []  # it does not take these arguments, as the trace is about to find
-
-    def _learn(self, seen: Observed) -> bool:
-        before = self._after_program, self._read_lists, self._symbols
-        self._read_lists, self._symbols = seen.read_lists, seen.symbols
-        if seen.could_wait is not None:
-            self._after_program |= {seen.could_wait}
-        return before != (self._after_program, self._read_lists, self._symbols)
-
-    def try_again(self) -> bool:
-        """Whether the trace that failed last would fare better now, at a call that can wait (deferred_calls.py)."""
-        learned, self._learned = self._learned, False
-        return learned
-
-
 def _functional(
     module: GraphModule,
     inputs: list[Any],
@@ -220,12 +171,13 @@ def _functional(
     decompositions: Any,
     manual: bool,
 ) -> Any:
-    seen = observed()
+    seen, fakes = observed(), detect_fake_mode(inputs)
     refuse_reentrant(module)
     sources = [
         (n.meta["grapharg"].source.name, n.meta["grapharg"].example)
         for n in module.graph.find_nodes(op="placeholder")
     ]
+    check_draws(seen, None if fakes is None else fakes.shape_env, [source for source, _ in sources])
 
     def receive(graph: GraphModule) -> Any:
         keep_writes(graph, [source for source, _ in sources])
@@ -240,8 +192,10 @@ def _functional(
             given, args[:] = list(args), []
             if capture.moved or capture.numbers:
                 runs_now(Around(capture, list(given)))
+            with seen.host_draws.made(capture.draws):
+                results = ready[0](given)
             # torch marks the sizes of all outputs once one of them has a symbolic size: the end of the notes, too.
-            return [_NO_NOTES if value is None else value for value in ready[0](given)]
+            return [_NO_NOTES if value is None else value for value in results]
 
         boxed._boxed_call = True  # type: ignore[attr-defined]
         return boxed
@@ -308,6 +262,7 @@ def _capture(
         declared=tuple(seen.declared),
         numbers=followed(step, seen.numbers, [name for name, _ in sources]),
         norms=tuple(seen.norms or ()),
+        draws=tuple(seen.drawn),
         never_zeroed=seen.left and not (seen.zeroed or seen.assigned or manual),
     )
 

@@ -22,7 +22,7 @@ import torch
 from torch.optim import Optimizer
 
 from gradsync_fx._torch import TorchDynamoException, detect_fake_mode
-from gradsync_fx.capture.explained import may_be_raised
+from gradsync_fx.capture.explained import ENDS_OF_TRACES, may_be_raised
 from gradsync_fx.capture.reachable import Found, discover
 from gradsync_fx.checking.reference_window import same_random_numbers
 from gradsync_fx.comm.rank_failure import is_of_connection
@@ -73,7 +73,7 @@ def _ended_a_trace(failure: BaseException) -> bool:
 
 def _ended_a_program(failure: BaseException) -> bool:
     """A label that is out of range, say, is seen by no trace."""
-    if isinstance(failure, GradSyncError | TorchDynamoException) or is_of_connection(failure):
+    if isinstance(failure, (GradSyncError, *ENDS_OF_TRACES)) or is_of_connection(failure):
         return False
     return not any(is_users(file) for _, file in _frames(failure))
 

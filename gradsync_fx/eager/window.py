@@ -39,9 +39,12 @@ class EagerWindow:
         self.latest: EagerStep | None = None
         inner = inspect.unwrap(getattr(function, "__func__", function))
         self._globals: dict[str, Any] = getattr(inner, "__globals__", {})
+
+    def warn(self) -> None:
+        """Once, when the step is known to run so."""
         warn_user(
-            f"the step runs eagerly, as it cannot be captured ({why.culprit}: {why.seen}). Its windows are the same; "
-            "what is lost is the rewrite: nothing is compiled, and no reduction is overlapped."
+            f"the step runs eagerly, as it cannot be captured ({self.why.culprit}: {self.why.seen}). Its windows are "
+            "the same; what is lost is the rewrite: nothing is compiled, and no reduction is overlapped."
         )
 
     def prepare(self, args: Any, kwargs: Any) -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from gradsync_fx._torch import all_gather_single
 from gradsync_fx.comm.host_group import backend_of, host_group
 from gradsync_fx.comm.rendezvous import Line
 from gradsync_fx.errors import RanksDisagreeError, ShareError
@@ -124,7 +125,7 @@ class _Divided:
             mine = torch.zeros(piece.size(0), dtype=value.dtype, device=device)
             mine[: value.numel()] = value
             everyone = mine.new_empty(world * piece.size(0))
-            dist.all_gather_into_tensor(_bytes(everyone), _bytes(mine), group=self._group(mine))
+            all_gather_single(_bytes(everyone), _bytes(mine), group=self._group(mine))
             whole = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
             whole.copy_(everyone[: piece.elements].view(parameter.shape))
             return whole

@@ -234,3 +234,26 @@ def test_a_frozen_model_is_torchs_own_error() -> None:
     with pytest.raises(RuntimeError, match="does not require grad") as caught:
         quick(plain_step, 2)(model, optimizer, torch.ones(4, 8), torch.ones(4, 1))
     assert not isinstance(caught.value, gradsync_fx.GradSyncError)
+
+
+def test_a_step_that_runs_on_eagerly_runs_once_for_each_call() -> None:
+    """A trace that failed may have failed because the step raises: then the eager run is what finds out."""
+    counted: list[int] = []
+
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        counted.append(len(counted))
+        assert bool(x.mean() > -100)
+        loss = mse(model, x, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    model = mlp()
+    optimizer, run = sgd(model), quick(step, 2, on_unsupported="eager")
+    with pytest.warns(match="the step runs eagerly"):
+        run(model, optimizer, *regression(1, 1)[0][0])
+    run(model, optimizer, *regression(1, 1)[0][0])
+    assert counted == [0, 1]
+    with pytest.raises(AssertionError):
+        run(model, optimizer, torch.full((4, 8), -1000.0), torch.ones(4, 1))
