@@ -150,6 +150,7 @@ try:
         compute_unbacked_bindings,
         free_unbacked_symbols,
     )
+    from torch.fx.passes import _tensorify_python_scalars as tensorify_module
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
     from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -227,6 +228,7 @@ NEEDED: tuple[tuple[Any, str], ...] = (
     (InstructionTranslator, "current_tx"),
     (dynamo_exc, "FailOnRecompileLimitHit"),
     (dynamo_exc, "TensorifyScalarRestartAnalysis"),
+    (tensorify_module, "guard_scalar"),
     (SideEffects, "store_attr"),
     (torch_decompositions, "select_one_layer_lstm_function"),
     (InstructionTranslatorBase, "call_function"),
@@ -258,8 +260,6 @@ check_names()
 format_value = InstructionTranslatorBase._format_value
 load_attribute = InstructionTranslatorBase._load_attr
 tensorify_numbers = aot_graphs._apply_tensorify_python_scalars
-# Which numbers become constants is kept by symbol after a trace has ended, too; the next trace may give its own numbers
-# the same symbols.
 forget_constant_numbers, note_constant_number = TensorifyState.clear, TensorifyState.specialize
 is_constant_number = TensorifyState.should_specialize
 total_norm = nn.utils.clip_grad._get_total_norm

@@ -128,3 +128,16 @@ def test_what_of_a_links_time_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None
     assert slow.hidden(peer) is slow.hidden(floor) is None
     assert Comparison("", "", 4, 1, [peer, ours], rate=1e9).hidden(ours) is None
     assert Comparison("", "", 4, 1, [peer, ours, floor]).hidden(ours) is None
+
+
+@pytest.mark.inductor
+def test_what_people_bring() -> None:
+    """A row that works, and one that is refused by name."""
+    done = run("sweep.py", "PPO", "SparseAdam")
+    assert done.returncode == 0, done.stderr
+    works, refused = done.stdout.splitlines()[-2:]
+    name, outcome, _, difference = works.strip("| ").split(" | ")
+    assert (name, outcome) == ("PPO", "works")
+    assert float(difference) < 1e-5
+    assert refused.startswith("| SparseAdam | refused: ")
+    assert "sparse" in refused

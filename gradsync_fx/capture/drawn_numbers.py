@@ -129,13 +129,14 @@ def _of_torch(tx: Any, function: Any, args: list[Any], kwargs: dict[str, Any]) -
 def _number(tx: Any, draw: Draw) -> Any:
     seen = observed().in_graph(tx.output)
     seen.drawn.append(draw)
-    values, index = seen.host_draws.place(tuple(seen.drawn))
+    series, index = seen.host_draws.place(tuple(seen.drawn))
+    value = DRAWN[series][index]
     tx.output.global_scope[_GLOBAL] = DRAWN
     # The same name in each attempt of a trace: torch tells what becomes a constant of the next one by name.
-    source = GetItemSource(DictGetItemSource(GlobalSource(_GLOBAL), id(values)), index)
-    found = VariableTracker.build(tx, values[index], source).realize()
+    source = GetItemSource(DictGetItemSource(GlobalSource(_GLOBAL), series), index)
+    found = VariableTracker.build(tx, value, source).realize()
     seen.lines[source.name] = line_of(tx)
-    if isinstance(values[index], float) and isinstance(found, ConstantVariable):
+    if isinstance(value, float) and isinstance(found, ConstantVariable):
         _refuse_constant(draw, seen.lines[source.name])
     if draw.below_one and isinstance(found, SymNodeVariable):
         # A layer that is dropped with probability 0 is no branch.

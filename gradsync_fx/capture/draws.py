@@ -12,6 +12,7 @@ program (`prepare`, a trace that starts over, an error) leave the generators as 
 
 from __future__ import annotations
 
+import itertools
 import random
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -83,7 +84,8 @@ _OUTCOMES: dict[str, Callable[..., int]] = {
 Draws = tuple[Draw, ...]
 
 
-DRAWN: dict[int, list[Any]] = {}  # the values of all series, by their ids: guards look at them
+DRAWN: dict[int, list[Any]] = {}  # the values of all series, by number: guards look at them
+_serial = itertools.count()
 
 
 @dataclass(slots=True)
@@ -92,6 +94,7 @@ class _Series:
 
     draws: list[Draw]
     values: list[Any] = field(default_factory=list)
+    number: int = field(default_factory=_serial.__next__)
 
     def foresee(self, before: _Generators) -> None:
         self.values[:] = [draw.make() for draw in self.draws]
@@ -138,8 +141,8 @@ class HostDraws:
         """A trace begins, and the generators are as the call found them."""
         self._before = _Generators(self._generators, of_torch=True)
 
-    def place(self, draws: Draws) -> tuple[list[Any], int]:
-        """Where the number of the last of these draws stands: a list, and its index there."""
+    def place(self, draws: Draws) -> tuple[int, int]:
+        """Where the number of the last of these draws stands: the list of `DRAWN`, and its index there."""
         wanted = list(draws)
         series = next((s for s in self._known if s.draws[: len(wanted)] == wanted), None)
         if series is None:
@@ -156,8 +159,8 @@ class HostDraws:
             series.draws[:] = wanted
             if all(one is not series for one in self._known):
                 self._known.append(series)
-                DRAWN[id(series.values)] = series.values
-        return series.values, len(wanted) - 1
+                DRAWN[series.number] = series.values
+        return series.number, len(wanted) - 1
 
     def _note_generator(self, draw: Draw) -> None:
         if draw.of_torch:
@@ -186,4 +189,4 @@ class HostDraws:
 
 def _forget(known: list[_Series]) -> None:
     for series in known:
-        del DRAWN[id(series.values)]
+        del DRAWN[series.number]

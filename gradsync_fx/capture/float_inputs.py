@@ -6,18 +6,23 @@ Floats that meet only each other (the running sum of a loss) can stay what they 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.fx import GraphModule, Node
 
 from gradsync_fx._torch import (
+    FakeTensorMode,
     SymT,
     detect_fake_mode,
     dynamo_exc,
     is_constant_number,
     note_constant_number,
     symbol_is_type,
+    tensorify_module,
     tensorify_numbers,
 )
 
@@ -36,13 +41,46 @@ def keep_floats(module: GraphModule) -> None:
         if isinstance(node.meta.get("val"), torch.Tensor) and not _handed_out(node)
     )
     if any(isinstance(value, torch.SymFloat) for value in met):
-        tensorify_numbers(module)
-        # It begins anew for what it found constant, but not where another op could take the same number as a tensor.
-        replaced = env.replacements
-        _begin_anew_for([s for s in _floats(env) if getattr(replaced.get(s), "is_number", False)])
+        _hand_out_tensors(module, fakes)
+        with _constants_made() as made:
+            tensorify_numbers(module)
+        # It begins anew for what it found constant, but not for a number that is a tensor elsewhere.
+        _begin_anew_for(made)
 
 
-def _begin_anew_for(constants: list[Any]) -> None:
+def _hand_out_tensors(module: GraphModule, fakes: FakeTensorMode) -> None:
+    """What the step makes of a number (`self.beta *= 0.9`) is computed as a tensor, too, in float64."""
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.kwargs.get("dtype") is not torch.float64 or not _handed_out(node):
+            continue
+        (number,) = node.args
+        if not isinstance(number, Node) or not isinstance(number.meta.get("val"), torch.SymFloat):
+            continue
+        with graph.inserting_before(node), fakes:
+            one = graph.call_function(node.target, (1.0,), {"dtype": torch.float64})
+            one.meta["val"] = torch.scalar_tensor(1.0, dtype=torch.float64)
+            product = graph.call_function(torch.ops.aten.mul.Tensor, (one, number))
+            product.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(product)
+        graph.erase_node(node)
+
+
+@contextmanager
+def _constants_made() -> Iterator[set[Any]]:
+    """The symbols that `tensorify_numbers` makes constants of, inside."""
+    made: set[Any] = set()
+    plain: Any = vars(tensorify_module)["guard_scalar"]
+
+    def noted(value: Any) -> Any:
+        made.update(value.node.expr.free_symbols)  # none are left after it
+        return plain(value)
+
+    with mock.patch.object(tensorify_module, "guard_scalar", noted):
+        yield made
+
+
+def _begin_anew_for(constants: Iterable[Any]) -> None:
     """The next attempt of the trace knows these symbols for constants, and guards on them."""
     names = [str(symbol) for symbol in constants if not is_constant_number(str(symbol))]
     for name in names:

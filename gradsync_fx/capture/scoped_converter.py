@@ -46,7 +46,7 @@ class ScopedConverter:
         fresh.norms = [] if self._norms else None
         fresh.host_draws, fresh.on_host = self.draws, self._on_host
         self.draws.begin()
-        forget_constant_numbers()
+        forget_constant_numbers()  # torch keeps them by symbol, and another trace's have the same
         of = name_of(self.called[0]) if self.called else "the step"
         with stage(f"tracing {of}"), compiling(self._rank_timeout), intercepting(fresh) as seen:
             try:

@@ -30,7 +30,8 @@ def refuse_sparse(tx: Any, leaves: Sequence[Any]) -> None:
                     f"parameter {_name(real)!r}",
                     seen="its gradient is sparse (an embedding with sparse=True)",
                     wanted="dense gradients: what is summed over a window and reduced over ranks is dense",
-                    fix='pass sparse=False to the embedding; or on_unsupported="eager", which makes gradients dense',
+                    fix="pass sparse=False to the embedding, and use an optimizer of dense gradients; or pass "
+                    'on_unsupported="eager", which makes gradients dense',
                 )
 
 
