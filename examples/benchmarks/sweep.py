@@ -40,7 +40,8 @@ HEAD = """\
 process of its own, with the default backend, beside a loop of plain PyTorch that sums the gradients itself.
 Difference: the largest one of a parameter (or of an average of the weights) after that. Seconds: the first two calls,
 which trace and compile both programs; models are small, with random weights. "As it is": the update is not compiled
-([which are](optimizers.md)). "Eagerly": refused, and run with `on_unsupported="eager"`.
+([which are](optimizers.md)). "Eagerly": refused, and run with `on_unsupported="eager"`. Adam's updates make much of
+gradients that are zero but for rounding (a bias ahead of a softmax): such a parameter may differ by up to the rate.
 
 """
 
