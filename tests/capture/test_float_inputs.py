@@ -139,3 +139,23 @@ def test_too_many_captures_and_on_without_one(monkeypatch: pytest.MonkeyPatch) -
     with pytest.warns(match="the step runs eagerly"):
         losses = [float(step(x)) for x in batches(20)]
     check(ours, losses, OPS["lerp"])
+
+
+@pytest.mark.captured
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_a_number_that_is_given_is_that_of_the_call(op: Callable[[Tensor, Any], Tensor]) -> None:
+    model = Annealed(op).model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def given(x: Tensor, value: float) -> Tensor:
+        loss = op(model(x), value).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    step = quick(given, K)
+    for number, x in enumerate(batches(5)):
+        value = 0.1 + 0.07 * number
+        wanted = op(model(x), value).pow(2).mean()
+        torch.testing.assert_close(step(x, value), wanted.detach())
