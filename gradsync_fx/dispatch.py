@@ -98,6 +98,7 @@ class Dispatch:
         try:
             result = eager.run(args, kwargs)
         except GradSyncError:
+            eager.warn()
             raise
         except Exception:
             self.eager = None  # the step's own: the next call may be captured

@@ -33,6 +33,7 @@ _GLOBAL = "gradsync_fx_drawn"  # what guards find the numbers by, among the glob
 WAYS = 64  # programs that the branches on one step's draws may lead to
 _ONE_ELEMENT: tuple[Any, ...] = ([], (), [1], (1,), 1)  # sizes
 _BELOW_ONE = 1 - 2.0**-53
+_EXACT = 2**24  # integers are themselves in float32
 _SEQUENCES = (list, tuple, str, range, nn.ModuleList, nn.Sequential)
 _COMPARISONS = {f"__{name}__": getattr(operator, name) for name in ("lt", "le", "gt", "ge")}
 
@@ -157,7 +158,7 @@ class _DrawnScalar(VariableTracker):
 
     def richcompare_impl(self, tx: Any, other: Any, op: str) -> Any:
         limit = other.as_python_constant() if other.is_python_constant() else None
-        if op not in _COMPARISONS or not isinstance(limit, int | float):
+        if op not in _COMPARISONS or not isinstance(limit, int | float) or abs(limit) > _EXACT:
             return const(NotImplemented)
         return call(tx, _COMPARISONS[op], self.number, const(ctypes.c_float(limit).value))
 
