@@ -8,6 +8,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import signal
 import time
 import traceback
 import warnings
@@ -28,7 +29,7 @@ class RanksFailed(AssertionError):
 
 
 def _fate(store: str, rank: int) -> Path:
-    """Where a rank leaves what it prints to stderr; one that a signal ends, its threads' stacks, too."""
+    """Where a rank leaves what it prints to stderr; one that a signal ends, or that hangs, its stacks, too."""
     return Path(f"{store}.rank{rank}")
 
 
@@ -36,6 +37,7 @@ def serve(rank: int, world: int, store: str, pipe: Connection) -> None:
     """The body of a rank: runs what it is told by name until the pipe closes."""
     os.dup2(os.open(_fate(store, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), 2)
     faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
     # The ranks find each other on the loopback, whatever the machine's name resolves to.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
@@ -113,9 +115,13 @@ class Ranks:
                 return answer
         except EOFError:
             process.join()
-            last = _fate(self._store(), rank).read_text()[-10_000:]
-            return False, f"the process is gone, exit code {process.exitcode}\n{last}"
-        return False, "no answer in time"
+            return False, f"the process is gone, exit code {process.exitcode}\n{self._last(rank)}"
+        os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(1.0)  # it writes its stacks
+        return False, f"no answer in time\n{self._last(rank)}"
+
+    def _last(self, rank: int) -> str:
+        return _fate(self._store(), rank).read_text()[-10_000:]
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
