@@ -1,4 +1,4 @@
-"""Fixtures: a fresh seed for every test, and one pair of gloo processes that lives as long as the session."""
+"""Fixtures: a fresh seed for every test, and one pair of gloo processes for the tests of a file."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _way(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     """Two processes in one gloo group: `ranks(scenario, *args)` gives the results in rank order."""
     pair = Ranks(tmp_path_factory.mktemp("ranks"))
