@@ -5,7 +5,7 @@ plain PyTorch that sums the gradients itself; the largest difference of a parame
 not installed says so.
 
     python examples/benchmarks/sweep.py --write      # all rows, into docs/zoo.md
-    python examples/benchmarks/sweep.py SGD whisper  # some of them, to the terminal
+    python examples/benchmarks/sweep.py SGD Whisper  # some of them, to the terminal
 """
 
 import argparse

@@ -62,9 +62,8 @@ class ScopedConverter:
                 if self._asked is not None:
                     # The numbers were used as tensors, too, or were not what the branch asked for.
                     raise self._asked from None
-                if isinstance(
-                    failure, AssertionError
-                ):  # Dynamo's own: one of the step has another form
+                # Dynamo's own: one of the step has another form.
+                if isinstance(failure, AssertionError):
                     raise TorchDynamoException(f"AssertionError: {failure}") from failure
                 raise
 

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
 
 import gradsync_fx
+from tests.drive import plain_step
 
 
 K, CALLS = 3, 3 * 3 + 2  # three windows, and one that a flush closes
@@ -38,14 +39,6 @@ class Dropped(nn.Module):
             if not self.leaves_out():
                 x = x + layer(x).tanh()
         return self.head(x) * random.uniform(0.5, 1.5)
-
-
-def train_step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
-    loss = F.mse_loss(model(x), y)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
 
 
 def _seed(rank: int, model: Dropped) -> None:
@@ -97,7 +90,7 @@ def drawn(rank: int, how: str, options: dict[str, Any]) -> dict[str, Any]:
     wanted = _eagerly(rank, plain), list(plain.parameters()), _states(plain)
     _seed(rank, model)
     optimizer = AdamW(model.parameters(), lr=0.02)
-    step = gradsync_fx.optimize(train_step, gradient_accumulation_steps=K, **options)
+    step = gradsync_fx.optimize(plain_step, gradient_accumulation_steps=K, **options)
     losses = [float(step(model, optimizer, *batch)) for batch in _batches(rank)]
     step.flush()
     ours = losses, list(model.parameters()), _states(model)
