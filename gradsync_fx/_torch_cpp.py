@@ -24,6 +24,8 @@ try:
     from torch._inductor.codecache import (
         CppPythonBindingsCodeCache,
         LambdaFuture,
+        torch_key,
+        triton_key,
         write_atomic,
     )
     from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
@@ -42,9 +44,12 @@ check_names(
     (
         (AsyncCompile, "cpp_pybinding"),
         (AsyncCompile, "submit"),
+        (AsyncCompile, "wait"),
         (CppPythonBindingsCodeCache, "load_async"),
         (CppPythonBindingsCodeCache, "suffix_template"),
         (torch_c._dynamo.guards, _POINTER),
+        (torch_key, "prefetch"),
+        (triton_key, "prefetch"),
     )
 )
 
@@ -60,6 +65,17 @@ def in_place_of_cpp_kernels(
 
 # What Inductor itself does for a kernel: one file, one library. Takes what `function` above does.
 plain_cpp_kernel: Any = vars(AsyncCompile)["cpp_pybinding"]
+
+
+# It replaces the futures among a program's names by what they give.
+plain_wait: Any = vars(AsyncCompile)["wait"]
+
+
+def in_place_of_waits(
+    function: Callable[[Any, dict[str, Any]], None],
+) -> AbstractContextManager[Any]:
+    """Has generated code call `function(async_compile, its names)` once all of its kernels are named."""
+    return mock.patch.object(AsyncCompile, "wait", function)
 
 
 def kernel_is_logged(source: str) -> None:
@@ -79,6 +95,13 @@ def binding_of(name: str, types: list[str]) -> str:
         entry_func=name,
         extra_parse_arg=cache.extra_parse_arg,
     )
+
+
+def prefetch_keys() -> None:
+    """Begins to find out what is part of each of Inductor's keys, in a thread of torch's."""
+    prefetched: tuple[Any, ...] = (torch_key, triton_key)
+    for key in prefetched:
+        key.prefetch()
 
 
 def compile_command() -> str:

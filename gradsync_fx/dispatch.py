@@ -26,6 +26,7 @@ from gradsync_fx.inspection.describe import describe
 from gradsync_fx.inspection.remarks import mistakes
 from gradsync_fx.inspection.report import Report
 from gradsync_fx.inspection.uncaptured import describe_eager
+from gradsync_fx.lowering.ahead import look_ahead
 from gradsync_fx.lowering.lower import decompositions
 from gradsync_fx.runtime.artifact import load_artifact
 from gradsync_fx.runtime.captured_step import CapturedStep
@@ -169,6 +170,8 @@ class Dispatch:
     def _look_at(self, args: Any, kwargs: Any) -> None:
         if not self._executor.catalogue.captures:
             refuse_other_parallelism(self._train_step, args, kwargs)
+            if self._executor.options.backend == "inductor":
+                look_ahead()
 
     def _changed_groups(self) -> str:
         """What Dynamo has to trace anew for: parameters that an optimizer gained or lost since its first capture."""

@@ -20,7 +20,7 @@ import torch
 import gradsync_fx
 from gradsync_fx._torch import fresh_cache, inductor_config
 from gradsync_fx.errors import OptionError, StateError, WindowError
-from gradsync_fx.lowering import kernels_together
+from gradsync_fx.lowering import kernel_libraries
 from gradsync_fx.runtime import artifact as files
 from gradsync_fx.runtime import artifact_fit
 from tests.drive import plain_step
@@ -103,7 +103,7 @@ def _cache(tmp_path: Path) -> Iterator[None]:
     """A cache folder of its own, and a process that knows no kernel and no artifact."""
     with (
         fresh_cache(dir=str(tmp_path)),
-        mock.patch.object(kernels_together, "_LOADED", {}),
+        mock.patch.object(kernel_libraries, "_LOADED", {}),
         mock.patch.object(files, "_LOADED", {}),
     ):
         yield
@@ -170,7 +170,7 @@ def test_what_fits_is_not_talked_of(artifact: Path) -> None:
         ({"skip_nonfinite": True}, "skip_nonfinite is False there and True here"),
         ({"without": ("in_place", "updates")}, "without is [] there and ['in_place', 'updates'] here"),
         ({"options": {"epilogue_fusion": False}}, "options is [] there and [('epilogue_fusion', False)] here"),
-        ({"x": torch.ones(3, 8), "y": torch.ones(3, 1)}, "data args.2 is (4, 8)"),
+        ({"x": torch.ones(3, 8), "y": torch.ones(3, 1)}, "data x is (4, 8)"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_named_once_and_compiled(

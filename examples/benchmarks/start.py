@@ -93,7 +93,8 @@ class Stopwatch:
 
         @contextmanager
         def stage(doing):
-            self.start("tracing" if doing.startswith("tracing") else "own")
+            of = {"tracing": "tracing", "compiling kernels": "C++ compiler"}
+            self.start(next((stage for said, stage in of.items() if doing.startswith(said)), "own"))
             try:
                 with plain(doing):
                     yield

@@ -22,11 +22,11 @@ from gradsync_fx._torch import (
 )
 from gradsync_fx.capture.deferred_calls import call_after_program
 from gradsync_fx.capture.drawn_numbers import is_drawn
+from gradsync_fx.capture.source_names import users_name
 from gradsync_fx.capture.trace_state import (
     Number,
     const,
     observed,
-    readable,
     real_of_variables,
     refuse,
 )
@@ -87,7 +87,7 @@ def keep_numbers(tx: Any) -> None:
             store(len(seen.numbers) - 1)
     if wanted:
         seen.symbols |= wanted
-        refuse(tx, readable(min(wanted)), seen="the step changes this number")
+        refuse(tx, users_name(min(wanted), seen.function), seen="the step changes this number")
 
 
 def _of_objects(tx: Any) -> Iterator[tuple[str, Any, Any, Callable[[int], None] | None]]:

@@ -46,6 +46,7 @@ from gradsync_fx.capture.left_out import Touches, check_helper
 from gradsync_fx.capture.names_of_torch import torch_name_of
 from gradsync_fx.capture.notes import note_norm
 from gradsync_fx.capture.numpy_draws import refuse_numpy_draw
+from gradsync_fx.capture.source_names import users_name
 from gradsync_fx.capture.trace_state import (
     CallSite,
     Observed,
@@ -53,7 +54,6 @@ from gradsync_fx.capture.trace_state import (
     function_of,
     line_of,
     observed,
-    readable,
     real_value,
     refuse,
 )
@@ -313,4 +313,6 @@ def _name(fn: Any) -> str:
 
 def _path(value: Any) -> str:
     """What the user calls a value."""
-    return getattr(value.source, "freevar_name", None) or readable(value.source.name)
+    return getattr(value.source, "freevar_name", None) or users_name(
+        value.source.name, observed().function
+    )

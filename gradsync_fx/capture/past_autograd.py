@@ -25,7 +25,6 @@ from gradsync_fx._torch import (
     inputs_given_back,
     written_outside,
 )
-from gradsync_fx.capture.trace_state import readable
 from gradsync_fx.errors import CaptureError
 from gradsync_fx.ir.memory import base_of
 from gradsync_fx.ir.ops import argument
@@ -80,7 +79,7 @@ def _alike(holder: Node, value: Node) -> bool:
 
 def _other_memory(name: str) -> CaptureError:
     return CaptureError(
-        f"{readable(name)} in the step",
+        f"{name} in the step",
         seen="it is given other memory, another shape or other strides (x.data = y, set_, transpose_, resize_)",
         wanted="writes into tensors that stay what they are",
         fix="write into it: x.data.copy_(y), or x.copy_(y) under torch.no_grad()",

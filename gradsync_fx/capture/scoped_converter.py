@@ -45,6 +45,7 @@ class ScopedConverter:
         fresh.symbols, fresh.within_reach = self._symbols, self._within_reach()
         fresh.norms = [] if self._norms else None
         fresh.host_draws, fresh.on_host = self.draws, self._on_host
+        fresh.function = self.called[0] if self.called else None
         self.draws.begin()
         forget_constant_numbers()  # torch keeps them by symbol, and another trace's have the same
         of = name_of(self.called[0]) if self.called else "the step"

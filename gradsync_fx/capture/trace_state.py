@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, MethodType
@@ -99,6 +99,7 @@ class Observed:
     by their numbers among the values for the host; None where nobody asks.
     host_draws: the random numbers of the step's host; drawn: those of this trace, in order. scalar_draws: lines that
     draw a tensor of one number; on_host: those whose number is the host's, as a branch asks for it.
+    function: the user's step, by which its values are named for people.
     """
 
     demanded: tuple[torch.Tensor, ...] = ()
@@ -138,6 +139,7 @@ class Observed:
     host_draws: HostDraws = field(default_factory=HostDraws)
     drawn: list[Draw] = field(default_factory=list)
     scalar_draws: frozenset[CallSite] = frozenset()
+    function: Callable[..., Any] | None = None
     on_host: frozenset[CallSite] = frozenset()
 
     def leaf_index(self, leaf: torch.Tensor) -> int:

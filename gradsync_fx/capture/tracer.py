@@ -41,12 +41,12 @@ from gradsync_fx.capture.markers import TRACED, Demand
 from gradsync_fx.capture.names import batch_norms, ddp_modules, holders, named_tensors
 from gradsync_fx.capture.past_autograd import keep_writes
 from gradsync_fx.capture.scoped_converter import ScopedConverter
+from gradsync_fx.capture.source_names import users_name
 from gradsync_fx.capture.trace_state import (
     Declared,
     HostCall,
     Observed,
     observed,
-    readable,
 )
 from gradsync_fx.capture.untouched import Around, one_call, runs, runs_now
 from gradsync_fx.capture.with_updates import followed
@@ -180,7 +180,7 @@ def _functional(
     check_draws(seen, None if fakes is None else fakes.shape_env, [source for source, _ in sources])
 
     def receive(graph: GraphModule) -> Any:
-        keep_writes(graph, [source for source, _ in sources])
+        keep_writes(graph, [users_name(source, seen.function) for source, _ in sources])
         rematerialize(graph)
         capture = _capture(graph, sources, seen, manual)
         ready: list[Callable[[list[Any]], Any]] = []
@@ -223,7 +223,7 @@ def _capture(
     owned = {id(p) for o in seen.optimizers for p in parameters_of(o)}
     slots = []
     for position, (source, real) in enumerate(sources):
-        name = names.get(id(real), readable(source))
+        name = names.get(id(real)) or users_name(source, seen.function)
         if isinstance(real, torch.Tensor) and (
             isinstance(real, nn.Parameter) or id(real) in owned or _is_leaf(real, seen)
         ):
@@ -260,7 +260,7 @@ def _capture(
         batch_norms=batch_norms(seen),
         moved=tuple(seen.moved),
         declared=tuple(seen.declared),
-        numbers=followed(step, seen.numbers, [name for name, _ in sources]),
+        numbers=followed(step, seen.numbers, [name for name, _ in sources], seen.function),
         norms=tuple(seen.norms or ()),
         draws=tuple(seen.drawn),
         never_zeroed=seen.left and not (seen.zeroed or seen.assigned or manual),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from gradsync_fx.capture.counts import FollowedNumber
-from gradsync_fx.capture.trace_state import Number, readable
+from gradsync_fx.capture.source_names import users_name
+from gradsync_fx.capture.trace_state import Number
 from gradsync_fx.ir import ops
 from gradsync_fx.ir.dataflow import downstream
 from gradsync_fx.ir.program import Step, output_values, writes
@@ -16,16 +18,20 @@ from gradsync_fx.ir.regions import Regions, find_regions
 
 
 def followed(
-    step: Step, numbers: Sequence[Number], sources: Sequence[str]
+    step: Step,
+    numbers: Sequence[Number],
+    sources: Sequence[str],
+    function: Callable[..., Any] | None,
 ) -> tuple[FollowedNumber, ...]:
-    """What becomes of each number. sources: Dynamo's names of the step's inputs."""
+    """What becomes of each number. sources: Dynamo's names of the step's inputs. function: the
+    user's step."""
     if not numbers:
         return ()
     regions = find_regions(step)
     holders = dict(zip(sources, step.module.graph.find_nodes(op="placeholder"), strict=True))
     return tuple(
         FollowedNumber(
-            readable(n.source),
+            users_name(n.source, function),
             n.line,
             n.source in holders and _with_update(step, regions, holders[n.source]),
             n.settable,

@@ -129,6 +129,13 @@ class Program:
         """The fake values of the inputs, in order."""
         return [n.meta["val"] for n in self.module.graph.find_nodes(op="placeholder")]
 
+    def listing(self) -> str:
+        """Its code for people, after what the user calls its inputs."""
+        holders = self.module.graph.find_nodes(op="placeholder")
+        told = zip(holders, self.slots, strict=True)
+        named = [f"# {node.name}: {slot.kind.value} {slot.name}" for node, slot in told]
+        return "\n".join((*named, self.module.code.strip()))
+
 
 def output_values(module: GraphModule) -> list[Any]:
     """What a graph returns, as a flat list of nodes and constants."""

@@ -1,72 +1,47 @@
-"""C++ kernels of a program are compiled together: alone, each spends more on torch's headers and on the linker than on
-itself.
+"""C++ kernels of a program are compiled together, and beside the work on the next program.
 
-    kernels of a program -> not seen before -> as many files as threads -> libraries -> functions
+    a kernel's source -> batch of its program -> libraries (kernel_libraries.py) -> functions, put into the program
 
-Inductor makes a file and a library of each kernel (seen in 2.13: 0.8 s of headers and 0.5 s of linking for 0.3 s of
-work). Here a few files hold them all, each kernel in a namespace of its own, under a name made of its source. A kernel
-that an earlier program had is taken from that one's library: a small file for each kernel, beside Inductor's own cache,
-says where it is. One that says something else leads to no kernel, never to another one: the name is not found.
+Inductor makes a file and a library of each C++ kernel (seen in 2.13: 0.8 s of headers and 0.5 s of linking for 0.3 s
+of work), and waits for them before it goes on. Here a program's kernels share a few files; and in a block of
+`kernels_later` their compilation goes on while other programs are made: all of them are there at its end.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import re
-from collections.abc import Callable, Iterator
+import shutil
+import tempfile
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-import torch
-
-from gradsync_fx._torch import inductor_cache_dir
+from gradsync_fx._torch import fresh_cache, inductor_cache_dir
 from gradsync_fx._torch_cpp import (
     CppCompileError,
     CppKernel,
     LambdaFuture,
-    binding_of,
-    compile_command,
     get_compile_threads,
     in_place_of_cpp_kernels,
+    in_place_of_waits,
     kernel_is_logged,
-    loaded_kernel,
     plain_cpp_kernel,
-    started_library,
-    write_atomic,
+    plain_wait,
 )
-from gradsync_fx.disk_cache import note_used
+from gradsync_fx.lowering.kernel_libraries import (
+    Kernels,
+    Source,
+    StartedKernels,
+    kernels_of,
+    start_kernels,
+)
+from gradsync_fx.progress import stage
+from gradsync_fx.user_lines import warn_user
 
 
 log = logging.getLogger(__name__)
-
-# A file of fewer letters than this is not worth its headers: about five kernels.
-LEAST = 30_000
-
-_DIRECTIVE = re.compile(r"^\s*#\s*(\w+)", re.MULTILINE)
-_INCLUDE = re.compile(r"^\s*#\s*include\b.*$", re.MULTILINE)
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A kernel as Inductor writes it: a C function `kernel`, and the types of its arguments."""
-
-    types: tuple[str, ...]
-    text: str
-
-    def name(self, command: str) -> str:
-        """Equal for kernels that one library serves: those of one source, made by the same compiler's command."""
-        about = (torch.__version__, command, self.types, self.text)
-        digest = hashlib.sha256("\0".join(map(str, about)).encode()).hexdigest()
-        return f"kernel_{digest[:32]}"
-
-    @property
-    def can_be_joined(self) -> bool:
-        """Whether other kernels may stand in the same file: it defines no macro, and asks for none."""
-        return set(_DIRECTIVE.findall(self.text)) <= {"include", "pragma"}
 
 
 @contextmanager
@@ -80,124 +55,147 @@ def kernels_together() -> Iterator[None]:
             return plain_cpp_kernel(compiling, types, text)
         kernel_is_logged(text)
         if get_compile_threads() <= 1:  # whoever asks for a kernel has it at once
-            return _Batch(compiling).add(source)()
+            return _Batch(compiling).add(source).result()
         _, batch = batches.setdefault(id(compiling), (compiling, _Batch(compiling)))
-        return LambdaFuture(batch.add(source))
+        return batch.add(source)
 
-    with in_place_of_cpp_kernels(one):
+    def wait(compiling: Any, scope: dict[str, Any]) -> None:
+        _, batch = batches.get(id(compiling), (None, None))
+        if _LATER.depth and batch is not None and not batch.start().there:
+            ours = set(map(id, batch.futures))
+            later = {name: value for name, value in scope.items() if id(value) in ours}
+            for name in later:
+                del scope[name]
+            plain_wait(compiling, scope)
+            scope.update(later)
+            _LATER.programs.append((scope, later))
+        else:
+            plain_wait(compiling, scope)
+
+    with in_place_of_cpp_kernels(one), in_place_of_waits(wait):
         yield
 
 
-# Kernels of this process, by Inductor's cache folder and key.
-_LOADED: dict[tuple[str, str], CppKernel] = {}
-
-
 class _Batch:
-    """Kernels of one program; compiled when the first of them is asked for. compiling: what Inductor compiles with."""
+    """Kernels of one program; started when the first of them is asked for. compiling: what Inductor compiles with."""
 
     def __init__(self, compiling: Any) -> None:
         self._compiling = compiling
         self._sources: list[Source] = []
-        self._made: dict[Source, CppKernel] = {}
+        self._started: StartedKernels | None = None
+        self._made: Kernels = {}
+        self.futures: list[LambdaFuture] = []
 
-    def add(self, source: Source) -> Callable[[], CppKernel]:
+    def add(self, source: Source) -> LambdaFuture:
         self._sources.append(source)
-        return partial(self._get, source)
+        future = LambdaFuture(partial(self._get, source))
+        self.futures.append(future)
+        return future
+
+    def start(self) -> StartedKernels:
+        if self._started is None:
+            self._started = start_kernels(list(dict.fromkeys(self._sources)))
+        return self._started
 
     def _get(self, source: Source) -> CppKernel:
         if source not in self._made:
-            wanted = [s for s in dict.fromkeys(self._sources) if s not in self._made]
             try:
-                self._made.update(kernels_of(wanted))
+                self._made = self.start().wait()
             except CppCompileError as failure:
-                log.warning("%d kernels do not compile together: %s", len(wanted), failure)
-                for one in wanted:
-                    alone = plain_cpp_kernel(self._compiling, list(one.types), one.text)
-                    self._made[one] = alone.result() if isinstance(alone, LambdaFuture) else alone
+                log.warning("%d kernels do not compile together: %s", len(self._sources), failure)
+                self._made = self._alone()
+            except (ImportError, OSError) as failure:
+                self._made = self._beside(failure)
         return self._made[source]
 
+    def _alone(self) -> Kernels:
+        made = {}
+        for one in dict.fromkeys(self._sources):
+            alone = plain_cpp_kernel(self._compiling, list(one.types), one.text)
+            made[one] = alone.result() if isinstance(alone, LambdaFuture) else alone
+        return made
 
-def kernels_of(sources: list[Source]) -> dict[Source, CppKernel]:
-    """The functions of these kernels: known ones, those of libraries on disk, and the rest compiled."""
-    folder, command = inductor_cache_dir(), compile_command()
-    names = {source: source.name(command) for source in sources}
-    missing = []
-    for source, name in names.items():
-        if (folder, name) not in _LOADED:
-            found = _on_disk(Path(folder), name)
-            if found is None:
-                missing.append(source)
-            else:
-                _LOADED[folder, name] = found
-    parts = grouped(missing, get_compile_threads())
-    started = [started_library(joined({names[s]: s for s in part})) for part in parts]
-    for part, library in zip(parts, started, strict=True):
-        path = library()
-        for source in part:
-            name = names[source]
-            _LOADED[folder, name] = loaded_kernel(path, name)
-            _write_note(Path(folder), name, path)
-    return {source: _LOADED[folder, name] for source, name in names.items()}
+    def _beside(self, failure: Exception) -> Kernels:
+        """Past the files of Inductor's cache, of which one is torn."""
+        with compiled_beside(failure):
+            return kernels_of(list(dict.fromkeys(self._sources)))
 
 
-def _note(folder: Path, name: str) -> Path:
-    return folder / "gradsync_fx" / "kernels" / name[-2:] / name
+@contextmanager
+def compiled_beside(failure: Exception) -> Iterator[None]:
+    """In the block Inductor's cache is a folder of its own. A file of the user's may be torn: by a full disk, or a
+    process that was killed.
 
-
-def _write_note(folder: Path, name: str, library: Path) -> None:
-    """Without it the next process compiles the kernel again, no more."""
-    if library.is_relative_to(folder):
-        note = str(_note(folder, name))
-        try:
-            write_atomic(note, str(library.relative_to(folder)), make_dirs=True)
-            note_used(_note(folder, name))
-            note_used(library)
-        except OSError as failure:
-            log.info("no note of where a kernel is: %s", failure)
-
-
-def _on_disk(folder: Path, name: str) -> CppKernel | None:
-    """A kernel of a library in this folder, if its note leads to one that has it."""
+    failure: of compiling with the user's folder; it goes on unless the block succeeds.
+    """
+    folder, beside = inductor_cache_dir(), tempfile.mkdtemp(prefix="gradsync_fx-")
     try:
-        note = _note(folder, name)
-        library = folder / note.read_text()
-        if library.resolve().is_relative_to(folder.resolve()) and library.is_file():
-            kernel = loaded_kernel(library.resolve(), name)
-            note_used(note)
-            note_used(library)
-            return kernel
-    except (OSError, ValueError, ImportError) as failure:
-        log.debug("no library of %s: %s", name, failure)
-    return None
+        with fresh_cache(dir=beside, delete=False):  # kernels may be loaded later
+            yield
+    except Exception:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise failure from failure.__cause__
+    warn_user(
+        f"a file in Inductor's cache is damaged ({type(failure).__name__}); the program was compiled anew, beside it. "
+        f"To have it cached again, delete {folder}, or set TORCHINDUCTOR_CACHE_DIR to another folder"
+    )
 
 
-def grouped(sources: list[Source], threads: int) -> list[list[Source]]:
-    """Kernels in groups of about equal length, one for each thread, where there is enough for all."""
-    letters = sum(len(s.text) for s in sources)
-    count = max(1, min(threads, len(sources), letters // LEAST))
-    groups: list[list[Source]] = [[] for _ in range(count if sources else 0)]
-    sizes = [0] * count
-    for source in sorted(sources, key=lambda s: len(s.text), reverse=True):
-        least = sizes.index(min(sizes))
-        groups[least].append(source)
-        sizes[least] += len(source.text)
-    return groups
+@dataclass(slots=True)
+class _Later:
+    """depth: of blocks of `kernels_later`. programs: whose kernels are on their way: what their code sees, and the
+    futures that stand in it by name."""
+
+    depth: int = 0
+    programs: list[tuple[dict[str, Any], dict[str, LambdaFuture]]] = field(default_factory=list)
 
 
-def joined(sources: dict[str, Source]) -> str:
-    """One file of several kernels, by name: what they include first, then each in a namespace."""
-    whole = [(name, s.text, binding_of(name, list(s.types))) for name, s in sources.items()]
-    texts = [text for _, *both in whole for text in both]
-    includes = dict.fromkeys(line.strip() for text in texts for line in _INCLUDE.findall(text))
-    lines = ["#define PY_SSIZE_T_CLEAN", *includes]
-    for name, text, binding in whole:
-        binding = re.sub(r"^#define PY_SSIZE_T_CLEAN$", "", binding, flags=re.MULTILINE)
-        lines += [
-            f"namespace of_{name} {{",
-            f"#define kernel {name}",
-            _INCLUDE.sub("", text),
-            "#undef kernel",
-            _INCLUDE.sub("", binding),
-            "}",
-        ]
-    return "\n".join(lines) + "\n"
+_LATER = _Later()
+
+
+@contextmanager
+def kernels_later() -> Iterator[None]:
+    """At the end of the outermost block the kernels of all programs that were made in it are there; not before.
+
+    One block at a time: programs are compiled under a lock.
+    """
+    _LATER.depth += 1
+    try:
+        yield
+    finally:
+        _LATER.depth -= 1
+        if not _LATER.depth:
+            wait_for_kernels()
+
+
+def kernels_on_their_way() -> bool:
+    """Whether compilers are at work for a program that was made in this block of `kernels_later`."""
+    return bool(_LATER.programs)
+
+
+def interrupted() -> bool:
+    """Whether such a block ended before its kernels were there: by Ctrl+C."""
+    return not _LATER.depth and bool(_LATER.programs)
+
+
+def wait_for_kernels() -> None:
+    """From here on all programs can run. Raises what a compiler did; so does a kernel that it did not make."""
+    if not _LATER.programs:
+        return
+    failures: list[Exception] = []
+    with stage("compiling kernels"):
+        while _LATER.programs:
+            scope, later = _LATER.programs[-1]
+            for name, future in later.items():
+                try:
+                    scope[name] = future.result()
+                except Exception as failure:
+                    failures.append(failure)
+                    scope[name] = partial(_fail, failure)
+            _LATER.programs.pop()
+    if failures:
+        raise failures[0]
+
+
+def _fail(failure: Exception, *_: Any) -> NoReturn:
+    raise failure

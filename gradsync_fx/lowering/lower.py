@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -18,9 +16,7 @@ from gradsync_fx._torch import (
     NOT_FOR_OUR_PROGRAMS,
     TracingContext,
     compile_fx_inner,
-    fresh_cache,
     in_order_with_collectives,
-    inductor_cache_dir,
     inductor_config,
     inductor_globals,
     inductor_joint_passes,
@@ -34,9 +30,10 @@ from gradsync_fx.comm.inplace_all_reduce import START_SUMS, WAIT_SUMS
 from gradsync_fx.comm.inplace_pieces import GATHER_PIECES, START_PIECES
 from gradsync_fx.ir.journal import Journal
 from gradsync_fx.ir.program import Program, output_values
+from gradsync_fx.lowering.ahead import looked
 from gradsync_fx.lowering.compile_lock import compile_once, program_fingerprint
 from gradsync_fx.lowering.in_halves import InHalves
-from gradsync_fx.lowering.kernels_together import kernels_together
+from gradsync_fx.lowering.kernels_together import compiled_beside, kernels_together
 from gradsync_fx.lowering.number_vector import NumberVector, with_vector
 from gradsync_fx.lowering.recording import Recorded, held_inputs, recording_of, warn_once
 from gradsync_fx.options import Options
@@ -46,7 +43,6 @@ from gradsync_fx.passes.device_numbers import accelerator_of
 from gradsync_fx.passes.pointwise_updates import run_calls
 from gradsync_fx.passes.rewritten import Block, Rewritten, copy_module
 from gradsync_fx.progress import detail
-from gradsync_fx.user_lines import warn_user
 
 
 Compiled = Callable[[list[Any]], Any]
@@ -258,22 +254,9 @@ def _compiled_anew(
     how: How,
     failure: Exception,
 ) -> Compiled:
-    """Past the files of Inductor's cache, of which one may be torn: by a full disk, or a process that was killed.
-
-    failure: of compiling with the cache, which goes on unless this succeeds.
-    """
-    folder, beside = inductor_cache_dir(), tempfile.mkdtemp(prefix="gradsync_fx-")
-    try:
-        with fresh_cache(dir=beside, delete=False):  # kernels may be loaded later
-            compiled = _compiled(module, inputs, fake_mode, how, shared=False)
-    except Exception:
-        shutil.rmtree(beside, ignore_errors=True)
-        raise failure from failure.__cause__
-    warn_user(
-        f"a file in Inductor's cache is damaged ({type(failure).__name__}); the program was compiled anew, beside it. "
-        f"To have it cached again, delete {folder}, or set TORCHINDUCTOR_CACHE_DIR to another folder"
-    )
-    return compiled
+    """Past the files of Inductor's cache. failure: of compiling with them."""
+    with compiled_beside(failure):
+        return _compiled(module, inputs, fake_mode, how, shared=False)
 
 
 def _patches(options: Options) -> dict[str, Any]:
@@ -287,6 +270,7 @@ def _patches(options: Options) -> dict[str, Any]:
 def _compiled(
     module: GraphModule, inputs: list[Any], fake_mode: Any, how: How, shared: bool
 ) -> Compiled:
+    looked()
     # A fresh context: strides that another program left in it would be taken for this one's. Inductor's passes make
     # tensors of their own, as if called by AOTAutograd: with the fake mode in force.
     with (

@@ -79,8 +79,17 @@ class MicroStep:
         after = executor.window.called(summed=True)
         if captured.speaks_in_every_call:
             executor.meet(captured, ACCUMULATE, NONE, after, runs=True)
+        if not len(captured.programs) and self._is_closed_as_it_is:
+            captured.programs.compile_window(executor.all_parts)
         executor.buffers.before(captured)
         results = captured.micro_step(args, NONE, {})
         executor.accumulators.added(captured.facts.names, weighed=captured.weighs)
         executor.end_call(after)
         return results
+
+    @property
+    def _is_closed_as_it_is(self) -> bool:
+        """Whether a later call of this window is likely to close it by this capture, with all of its parts."""
+        executor, options = self.executor, self.executor.options
+        only = executor.catalogue.captures == [self.captured] and self.captured.updates
+        return only and not (options.manual or options.several_windows)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,6 +25,12 @@ from gradsync_fx.ir.journal import Journal
 from gradsync_fx.ir.ops import argument
 from gradsync_fx.ir.program import Program
 from gradsync_fx.lowering.in_stages import in_stages
+from gradsync_fx.lowering.kernels_together import (
+    interrupted,
+    kernels_later,
+    kernels_on_their_way,
+    wait_for_kernels,
+)
 from gradsync_fx.lowering.lower import Compiled, decompositions, is_rewritten, lower
 from gradsync_fx.lowering.torch_trace import add_to_trace
 from gradsync_fx.optim.binding import Binding, left_as_they_are
@@ -137,6 +144,9 @@ class ProgramCache:
         self, closing: frozenset[int], *, tail: bool = False, by_name: bool = False
     ) -> CompiledProgram:
         """The program for the optimizers as they are now, compiled. by_name: with the buckets in the order of names."""
+        if interrupted():
+            with compile_lock:
+                wait_for_kernels()
         key, traced = self._select(closing, tail, by_name)
         if key not in self._compiled:
             try:
@@ -155,7 +165,7 @@ class ProgramCache:
         if key not in self._compiled:
             capture, options = self._facts.capture, self._facts.options
             start, journal = time.perf_counter(), self.journal
-            with compile_lock, compiling(options.rank_timeout):
+            with self._at_work():
                 with stage("slicing a program out of the step"):
                     built = build()
                 name, mode = built.program.name, capture.fake_mode
@@ -172,6 +182,23 @@ class ProgramCache:
             inputs = ProgramInputs(built.program.slots)
             self._compiled[key] = CompiledProgram(built, lowered, inputs, waits)
         return self._compiled[key]
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Programs are made in this block, by this thread alone; at its outermost end they can run."""
+        timeout = self._facts.options.rank_timeout
+        with compile_lock, compiling(timeout), kernels_later():
+            yield
+
+    def compile_window(self, parts: frozenset[int]) -> None:
+        """The accumulate program; and what closes these parts, while the compilers are at work on that one."""
+        start = time.perf_counter()
+        with self._at_work():
+            found = self.compiled(NONE)
+            if kernels_on_their_way():
+                self.compiled(parts)
+        waited = time.perf_counter() - start - sum(self.compile_seconds.values())
+        self.compile_seconds[found.program.name] += max(0.0, waited)
 
     @property
     def kept(self) -> Invariants:
@@ -292,11 +319,12 @@ class ProgramCache:
         )
 
     def _keep(self, key: tuple[Any, ...], built: BuiltProgram) -> None:
-        name, module = built.program.name, built.program.module
-        self._built[key], self.by_name[name] = built, built.program
+        program = built.program
+        self._built[key], self.by_name[program.name] = built, program
         if log.isEnabledFor(logging.DEBUG):
-            log.debug("%s program, %d nodes:\n%s", name, len(module.graph.nodes), module.code)
-        add_to_trace(self._facts.capture.name, name, lambda: module.code)
+            nodes = len(program.module.graph.nodes)
+            log.debug("%s program, %d nodes:\n%s", program.name, nodes, program.listing())
+        add_to_trace(self._facts.capture.name, program.name, program.listing)
 
     def _name(self, closing: frozenset[int], tail: bool) -> str:
         if not closing:

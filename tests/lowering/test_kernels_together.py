@@ -1,4 +1,4 @@
-"""C++ kernels that are compiled together: which, where they are found again, and that they compute the same."""
+"""C++ kernels that are compiled together, and beside other work: when they are there, and what they compute."""
 
 from __future__ import annotations
 
@@ -6,151 +6,168 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 import gradsync_fx
-from gradsync_fx._torch import fresh_cache, inductor_cache_dir, inductor_config
-from gradsync_fx._torch_cpp import AsyncCompile
+from gradsync_fx._torch import inductor_config
+from gradsync_fx._torch_cpp import AsyncCompile, CppCompileError
+from gradsync_fx.lowering import kernel_libraries
 from gradsync_fx.lowering import kernels_together as together
-from gradsync_fx.lowering.kernels_together import Source, grouped, joined, kernels_of
+from gradsync_fx.lowering.kernel_libraries import kernels_of
 from tests.drive import plain_step
+from tests.lowering.kernels import ADD, TYPES, adding, libraries, result
 
 
 pytestmark = [pytest.mark.inductor, pytest.mark.captured]
 
-ADD = """
-#include <torch/csrc/inductor/cpp_prefix.h>
-extern "C" void kernel(const float* in, float* out)
-{
-    for (int64_t i = 0; i < 4; i++) out[i] = in[i] + %s;
-}
-"""
 
-
-def adding(number: str) -> Source:
-    return Source(("const float*", "float*"), ADD % number)
-
-
-@pytest.fixture
-def cache(tmp_path: Path) -> Iterator[Path]:
-    """A cache folder of its own, and a process that knows no kernel."""
-    with fresh_cache(dir=str(tmp_path)), mock.patch.object(together, "_LOADED", {}):
-        yield Path(inductor_cache_dir())
-
-
-def result(kernel: Any) -> list[float]:
-    out = torch.empty(4)
-    kernel(torch.arange(4.0), out)
-    return out.tolist()
-
-
-def libraries(folder: Path) -> list[Path]:
-    return sorted(folder.rglob("*.main.so"))
-
-
-def test_one_library_holds_several_kernels(cache: Path) -> None:
-    one, two = adding("1.0f"), adding("2.0f")
-    made = kernels_of([one, two])
-    assert result(made[one]) == [1.0, 2.0, 3.0, 4.0]
-    assert result(made[two]) == [2.0, 3.0, 4.0, 5.0]
-    assert len(libraries(cache)) == 1
-    # Another program has one of them, and one more: only that is compiled.
-    three = adding("3.0f")
-    again = kernels_of([two, three])
-    assert again[two] is made[two]
-    assert result(again[three]) == [3.0, 4.0, 5.0, 6.0]
-    assert len(libraries(cache)) == 2
+def program(*numbers: str) -> dict[str, Any]:
+    """What Inductor's code does: it names its kernels, and asks for them."""
+    compiling = AsyncCompile()
+    scope: dict[str, Any] = {
+        f"add_{number}": compiling.cpp_pybinding(TYPES, ADD % number) for number in numbers
+    }
+    compiling.wait(scope)
+    return scope
 
 
 def test_with_one_thread_a_kernel_is_there_when_it_is_named(cache: Path) -> None:
     """And found by later processes, as with several."""
     with inductor_config.patch({"compile_threads": 1}), together.kernels_together():
         compiling = AsyncCompile()
-        kernels = [
-            compiling.cpp_pybinding(["const float*", "float*"], ADD % n) for n in ("1.0f", "2.0f")
-        ]
+        kernels = [compiling.cpp_pybinding(TYPES, ADD % n) for n in ("1.0f", "2.0f")]
     assert [result(kernel) for kernel in kernels] == [[1.0, 2.0, 3.0, 4.0], [2.0, 3.0, 4.0, 5.0]]
     assert len(libraries(cache)) == 2
-    with mock.patch.object(together, "started_library") as compiled:
+    with mock.patch.object(kernel_libraries, "started_library") as compiled:
         kernels_of([adding("1.0f"), adding("2.0f")])
     assert not compiled.called
 
 
-def test_a_kernel_is_found_on_disk(cache: Path) -> None:
-    one, two = adding("1.0f"), adding("2.0f")
-    kernels_of([one, two])
-    with (
-        mock.patch.object(together, "_LOADED", {}),
-        mock.patch.object(together, "started_library") as compiled,
-    ):
-        again = kernels_of([two])
-    assert not compiled.called
-    assert result(again[two]) == [2.0, 3.0, 4.0, 5.0]
+def test_kernels_are_there_when_a_program_has_asked_for_them(cache: Path) -> None:
+    with together.kernels_together():
+        made = program("1.0f")
+    assert result(made["add_1.0f"]) == [1.0, 2.0, 3.0, 4.0]
 
 
-@pytest.mark.parametrize("note", ["", "nonsense", "../outside.so", "missing.so", "\0", "locks"])
-def test_a_note_that_says_nothing_sensible_is_no_note(cache: Path, note: str) -> None:
-    one = adding("1.0f")
-    (cache.parent / "outside.so").touch()
-    kernels_of([one])
-    (written,) = (p for p in (cache / "gradsync_fx" / "kernels").rglob("*") if p.is_file())
-    written.write_text(note)
-    with mock.patch.object(together, "_LOADED", {}):
-        again = kernels_of([one])
-    assert result(again[one]) == [1.0, 2.0, 3.0, 4.0]
-    assert written.read_text() != note
-
-
-def test_a_note_that_leads_to_another_library_leads_to_no_kernel(cache: Path) -> None:
-    """It is compiled anew: the other library has no kernel of that name."""
-    one, two = adding("1.0f"), adding("2.0f")
-    kernels_of([one])
-    kernels_of([two])
-    notes = [p for p in (cache / "gradsync_fx" / "kernels").rglob("*") if p.is_file()]
-    told = [note.read_text() for note in notes]
-    for note, text in zip(notes, reversed(told), strict=True):
-        note.write_text(text)
-    with mock.patch.object(together, "_LOADED", {}):
-        made = kernels_of([one, two])
-    assert result(made[one]) == [1.0, 2.0, 3.0, 4.0]
-    assert result(made[two]) == [2.0, 3.0, 4.0, 5.0]
-
-
-def test_what_is_no_kernel_of_the_command_is_compiled_anew(cache: Path) -> None:
-    """Other settings of the compiler are other kernels."""
-    one = adding("1.0f")
-    kernels_of([one])
-    with inductor_config.patch({"cpp.enable_floating_point_contract_flag": "fast"}):
-        kernels_of([one])
+def test_later_kernels_are_there_at_the_end_of_the_outermost_block(cache: Path) -> None:
+    with together.kernels_later():
+        with together.kernels_later(), together.kernels_together():
+            one = program("1.0f")
+        assert together.kernels_on_their_way()
+        with together.kernels_together():
+            both = program("1.0f", "2.0f")  # one of them is under way: it is compiled once
+        assert not callable(both["add_2.0f"])
+    assert not together.kernels_on_their_way()
+    assert result(one["add_1.0f"]) == [1.0, 2.0, 3.0, 4.0]
+    assert result(both["add_2.0f"]) == [2.0, 3.0, 4.0, 5.0]
+    assert both["add_1.0f"] is one["add_1.0f"]
     assert len(libraries(cache)) == 2
 
 
-def test_a_source_with_macros_stays_alone() -> None:
-    assert adding("1.0f").can_be_joined
-    assert Source((), "#include <x>\n  #pragma omp parallel\n").can_be_joined
-    assert not Source((), "#include <x>\n#define LANES 8\n").can_be_joined
-    assert not Source((), "  #ifdef LANES\n").can_be_joined
+def test_what_is_on_disk_is_not_put_off(cache: Path) -> None:
+    kernels_of([adding("1.0f")])
+    with together.kernels_later(), together.kernels_together():
+        made = program("1.0f")
+        assert not together.kernels_on_their_way()
+        assert result(made["add_1.0f"]) == [1.0, 2.0, 3.0, 4.0]
 
 
-def test_includes_stand_outside_of_namespaces() -> None:
-    text = joined({"kernel_a": adding("1.0f"), "kernel_b": adding("2.0f")})
-    before, *_ = text.split("namespace", 1)
-    assert before.count("#include <torch/csrc/inductor/cpp_prefix.h>") == 1
-    assert text.count("#include") == before.count("#include")
+def test_a_failure_comes_at_the_end_of_the_block_and_from_the_kernel(cache: Path) -> None:
+    """All other kernels are there."""
+    made: list[dict[str, Any]] = []
+
+    def both() -> None:
+        with together.kernels_later():
+            for number in ("nonsense", "1.0f"):
+                with together.kernels_together():
+                    made.append(program(number))
+
+    with pytest.raises(CppCompileError):
+        both()
+    assert result(made[1]["add_1.0f"]) == [1.0, 2.0, 3.0, 4.0]
+    with pytest.raises(CppCompileError):
+        result(made[0]["add_nonsense"])
+    assert not together.kernels_on_their_way()
 
 
-def test_files_for_each_thread_where_there_is_enough() -> None:
-    kernels = [Source((), f"{i} " + "x" * together.LEAST) for i in range(5)]
-    assert [len(g) for g in grouped(kernels, 2)] == [3, 2]
-    assert len(grouped(kernels, 32)) == 5
-    assert [len(g) for g in grouped([adding("1.0f"), adding("2.0f")], 32)] == [2]
-    assert grouped([], 2) == []
+def test_a_torn_library_is_compiled_beside_the_cache(cache: Path) -> None:
+    load, torn = kernel_libraries.loaded_kernel, []
+
+    def loaded(library: Path, name: str) -> Any:
+        if not torn:
+            torn.append(library)
+            raise ImportError("file too short")
+        return load(library, name)
+
+    with (
+        mock.patch.object(kernel_libraries, "loaded_kernel", loaded),
+        pytest.warns(gradsync_fx.GradSyncWarning, match="damaged"),
+        together.kernels_later(),
+        together.kernels_together(),
+    ):
+        made = program("1.0f")
+    assert result(made["add_1.0f"]) == [1.0, 2.0, 3.0, 4.0]
+
+
+def net_and_step(**options: Any) -> tuple[nn.Module, Any, gradsync_fx.OptimizedStep]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return (
+        model,
+        optimizer,
+        gradsync_fx.optimize(plain_step, gradient_accumulation_steps=2, **options),
+    )
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(2, 8, generator=generator), torch.randn(2, 1, generator=generator))
+        for _ in range(4)
+    ]
+
+
+def test_both_programs_of_a_window_are_made_while_compilers_work(cache: Path) -> None:
+    """In the first call; and they train as those of a backend that compiles nothing."""
+    model, optimizer, step = net_and_step()
+    step(model, optimizer, *batches()[0])
+    seconds = {p.name: p.compile_seconds for p in step.report().programs}
+    assert seconds["accumulate"]
+    assert seconds["boundary"]
+    for batch in batches()[1:]:
+        step(model, optimizer, *batch)
+    other, its_optimizer, plain = net_and_step(backend="aot_eager")
+    for batch in batches():
+        plain(other, its_optimizer, *batch)
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_first_call_that_is_interrupted_while_it_waits_can_be_made_again(cache: Path) -> None:
+    model, optimizer, step = net_and_step()
+    wait = kernel_libraries.StartedKernels.wait
+    with (
+        mock.patch.object(kernel_libraries.StartedKernels, "wait", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        step(model, optimizer, *batches()[0])
+    assert together.interrupted()
+    assert kernel_libraries.StartedKernels.wait is wait
+    for batch in batches():
+        step(model, optimizer, *batch)
+    assert not together.interrupted()
+    other, its_optimizer, plain = net_and_step(backend="aot_eager")
+    for batch in batches():
+        plain(other, its_optimizer, *batch)
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_kernels_that_fail_together_are_compiled_alone(
@@ -160,7 +177,7 @@ def test_kernels_that_fail_together_are_compiled_alone(
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    broken = mock.patch.object(together, "joined", return_value="int broken")
+    broken = mock.patch.object(kernel_libraries, "joined", return_value="int broken")
     before = model.weight.detach().clone()
     step = gradsync_fx.optimize(plain_step, gradient_accumulation_steps=2)
     with broken, caplog.at_level(logging.WARNING):
