@@ -180,3 +180,30 @@ def test_an_optimizer_without_a_k() -> None:
 
     step = gradsync_fx.optimize(both, gradient_accumulation_steps={ob: 2}, backend="eager")
     refused(gradsync_fx.OptionError, "parameter", step, torch.randn(4, 8), torch.randn(4, 1))
+
+
+@pytest.mark.captured
+def test_a_loss_of_noise_after_another_update_is_given_in_every_call() -> None:
+    """The generator's, of noise that the step draws: made of the discriminator as it is."""
+    torch.manual_seed(0)
+    generator, critic = nn.Linear(2, 6), nn.Linear(6, 1)
+    ours, theirs = (torch.optim.SGD(m.parameters(), 0.1) for m in (generator, critic))
+
+    def step(x: Tensor) -> Tensor:
+        made = generator(torch.randn(4, 2))
+        (critic(made.detach()).mean() - critic(x).mean()).backward()
+        theirs.step()
+        theirs.zero_grad()
+        loss = -critic(made).mean()
+        loss.backward()
+        ours.step()
+        ours.zero_grad()
+        theirs.zero_grad()
+        return loss
+
+    run = gradsync_fx.optimize(step, gradient_accumulation_steps=2, backend="aot_eager")
+    x = torch.ones(4, 6)
+    torch.manual_seed(1)
+    wanted = -critic(generator(torch.randn(4, 2))).mean().detach()
+    torch.manual_seed(1)
+    torch.testing.assert_close(run(x), wanted)

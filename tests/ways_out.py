@@ -25,7 +25,14 @@ ARTIFACT = "tests/test_artifact.py::test_"
 RESHARDED = "tests/test_resharded_windows.py::test_"
 FLOATS = "tests/capture/test_float_inputs.py::test_"
 DRAWN = "tests/capture/test_drawn_numbers.py::test_"
+REBOUND = "tests/capture/test_rebound.py::test_"
 WAYS_OUT: dict[str, str | Untried] = {
+    "capture/rebound.py:_refusal write into the tensor th": REBOUND
+    + "containers_made_anew_are_refused_with_their_line",
+    "capture/rebound.py:check_rebound write into the tensor th": REBOUND
+    + "windows_of_their_own_are_refused",
+    "eager/rebound.py:put_back change it in place, afte": REBOUND
+    + "a_count_that_is_made_anew_is_refused_eagerly",
     "capture/numpy_draws.py:refuse_numpy_draw draw with torch (torch.r": STEPS + "numbers_of_numpy",
     "capture/explained.py:_too_many keep a number that chang": FLOATS
     + "too_many_captures_are_named_and_a_tensor_is_the_way_out",

@@ -80,14 +80,31 @@ def keep_numbers(tx: Any) -> None:
             changed = after.as_python_constant() != before
             if changed and source not in seen.symbols:
                 wanted.add(source)
-        elif store is None:
-            seen.numbers.append(Number(source, seen.lines.get(source, ""), settable=False))
         else:
-            seen.numbers.append(Number(source, seen.lines.get(source, ""), settable=True))
-            store(len(seen.numbers) - 1)
+            seen.numbers.append(
+                Number(
+                    source,
+                    seen.lines.get(source, ""),
+                    settable=store is not None,
+                    after_updates=0 < seen.updates == seen.set_after.get(source),
+                    branched=_decides_branch(tx.output.shape_env, source),
+                )
+            )
+            if store is not None:
+                store(len(seen.numbers) - 1)
     if wanted:
         seen.symbols |= wanted
         refuse(tx, users_name(min(wanted), seen.function), seen="the step changes this number")
+
+
+def _decides_branch(env: Any, source: str) -> bool:
+    """Whether what a trace found depends on a comparison of this number."""
+    return any(
+        source == known.name
+        for guard in env.guards
+        for symbol in guard.expr.free_symbols
+        for known in env.var_to_sources.get(symbol, ())
+    )
 
 
 def _of_objects(tx: Any) -> Iterator[tuple[str, Any, Any, Callable[[int], None] | None]]:

@@ -3,7 +3,8 @@
 A rule says how often an effect happens in a window of k micro-steps, by what it depends on and what it changes:
 
 every call          what depends on this call's data: the k micro-steps of a window each have theirs
-once per update     what depends on gradients or on updated parameters, and what a parameter becomes of itself alone
+once per update     what depends on gradients or on updated parameters, what a parameter becomes of itself alone, and
+                    what stands after the update, depends on no data and is read by it or by forward
 once per window     what takes gradients away
 after the program   calls that touch nothing that is computed with: they run after it, on every call, with its numbers
 eagerly             nothing that a program could hold: refused with its line, or the step runs uncompiled
@@ -64,6 +65,19 @@ EFFECTS = (
     Effect(
         "average of the weights", "`slow.lerp_(p, 0.1)` after `optimizer.step()`", Rule.PER_UPDATE
     ),
+    Effect(
+        "tensor in another's place",
+        "`self.average = 0.9 * self.average + 0.1 * p`, `self.norm = clip_grad_norm_(...)`",
+        Rule.PER_UPDATE,
+        "until then the old tensor stays, in an attribute, a dictionary or a list; one that is made of the call's data "
+        "is put there in every call",
+    ),
+    Effect(
+        "state after the update",
+        "`self.temperature.mul_(0.9)` after the last `optimizer.step()`, which forward reads",
+        Rule.PER_UPDATE,
+        "before the update it happens in every call",
+    ),
     Effect("renormed embedding", "`nn.Embedding(..., max_norm=1.0)`", Rule.EVERY_CALL),
     Effect("input", "`x.mul_(2)`", Rule.EVERY_CALL),
     Effect("tensor outside of the model", "`self.total += loss.detach()`", Rule.EVERY_CALL),
@@ -121,12 +135,17 @@ EFFECTS = (
     Effect("number of the step", "`self.calls += 1`", Rule.EVERY_CALL),
     Effect(
         "number of the update",
-        "`self.count += 1`, which the decay of an average is made of",
+        "`self.count += 1`, which an average's decay is made of; after the update, one that forward or a branch reads",
         Rule.PER_UPDATE,
         "an attribute of an object; in a dictionary or a list it is refused, and where the step runs eagerly it has to "
         "be a tensor",
     ),
-    Effect("tensor that counts updates", "`self.count.add_(1)`, likewise", Rule.PER_UPDATE),
+    Effect(
+        "tensor that counts updates",
+        "`self.count.add_(1)`, which an average's decay is made of",
+        Rule.PER_UPDATE,
+        "one that nothing reads counts calls, as it may count samples",
+    ),
     Effect("list", "`losses.append(loss.item())`", Rule.AFTER),
     Effect("output", "`print(...)`, `logger.info(...)`", Rule.AFTER),
     Effect("metric", "`metric.update(out.detach())`, `bar.update(1)`", Rule.AFTER),

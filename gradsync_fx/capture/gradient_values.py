@@ -17,6 +17,7 @@ from gradsync_fx.capture.trace_state import (
     call,
     const,
     is_none,
+    line_here,
     line_of,
     no_grad,
     observed,
@@ -35,7 +36,8 @@ def store_attr(self: Any, item: Any, name: str, value: Any, *kind: Any) -> None:
         value = _marked(InstructionTranslator.current_tx(), item, value)
     elif getattr(item, "source", None) is not None:
         tx = InstructionTranslator.current_tx()
-        observed().lines[f"{item.source.name}.{name}"] = line_of(tx)
+        seen, place = observed().in_graph(tx.output), f"{item.source.name}.{name}"
+        seen.lines[place], seen.set_after[place] = line_here(), seen.updates
     if name == "grad" and is_none(value):
         seen = observed()
         seen.in_graph(InstructionTranslator.current_tx().output).zeroed = True

@@ -48,6 +48,7 @@ from gradsync_fx.capture.gradient_values import check_assigned
 from gradsync_fx.capture.in_place import refuse_overwritten
 from gradsync_fx.capture.markers import TRACED
 from gradsync_fx.capture.notes import as_tensor, note
+from gradsync_fx.capture.rebound import keep_rebound
 from gradsync_fx.capture.recurrent import refuse_dropout
 from gradsync_fx.capture.sparse import refuse_sparse
 from gradsync_fx.capture.step_arguments import closure_of, given_text
@@ -177,6 +178,7 @@ def optimizer_step(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any])
             grads.append(grad)
     handle = observed().handle(optimizer)
     observed().update_lines[id(optimizer)] = line_of(tx)
+    observed().in_graph(tx.output).updates += 1
     if not params:
         return result
     with no_grad(tx):
@@ -306,6 +308,7 @@ def _end(tx: Any, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     check_appended(tx)
     check_assigned(tx)
     keep_numbers(tx)
+    keep_rebound(tx, after_update, guard_identity)
     for optimizer in observed().optimizers:
         _check_groups(tx, optimizer)
     _, keep = (a.as_python_constant() for a in args)  # the demand becomes a guard by being read

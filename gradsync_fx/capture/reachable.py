@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from gradsync_fx.capture.trace_state import Observed, outermost
-from gradsync_fx.code_uses import globals_used, names_around, uses
+from gradsync_fx.code_uses import cells_of, globals_used, names_around, uses
 from gradsync_fx.optim.state import parameters_of
 from gradsync_fx.user_lines import is_library
 
@@ -39,12 +39,14 @@ DEPTH = 6  # links from an argument to an object: trainer.state.model.optimizers
 
 @dataclass(slots=True)
 class Found:
-    """Objects in the order of their discovery; all but optimizers with the path that leads to them."""
+    """Objects in the order of their discovery; all but optimizers with the path that leads to them. owners: what may
+    hold a tensor by a name or an index, but for containers among the arguments, which are other ones in each call."""
 
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
     optimizers: list[Optimizer] = field(default_factory=list)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     pipelines: list[tuple[str, object]] = field(default_factory=list)
+    owners: list[Any] = field(default_factory=list)
 
     def observed(self) -> Observed:
         """As a trace would have noted it."""
@@ -84,6 +86,7 @@ def discover(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
             if value.requires_grad and value.is_leaf:
                 found.tensors[path] = value
             continue
+        found.owners += _owners(value, given=depth == 0)
         methods.saw(path, value, depth)
         for name, inner in _links(value):
             queue.append((f"{path}.{name}" if path else name, inner, depth + 1))
@@ -158,6 +161,15 @@ def _links(value: Any) -> Iterator[tuple[str, Any]]:
             for name, entry in vars(cls).items():
                 if isinstance(entry, MemberDescriptorType) and hasattr(value, name):
                     yield name, getattr(value, name)  # a slot
+
+
+def _owners(value: Any, *, given: bool) -> list[Any]:
+    if isinstance(value, FunctionType):
+        return [*cells_of(value).values(), *([value.__globals__] if globals_used(value) else [])]
+    if isinstance(value, dict | list):
+        return [] if given or len(value) > MANY else [value]
+    kinds = (Optimizer, LRScheduler, type, ModuleType, BuiltinFunctionType, MethodType)
+    return [value] if hasattr(value, "__dict__") and not isinstance(value, kinds) else []
 
 
 def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:

@@ -35,6 +35,7 @@ class ScopedConverter:
         self._after_program: frozenset[CallSite] = frozenset()
         self._read_lists: frozenset[int] = frozenset()
         self._symbols: frozenset[str] = frozenset()
+        self._left_to_host: frozenset[str] = frozenset()
         self._on_host: frozenset[CallSite] = frozenset()
         self._learned = False
         self._asked: Exception | None = None  # what put those on the host, until a trace succeeds
@@ -43,6 +44,7 @@ class ScopedConverter:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         fresh = Observed(self._demand.parameters, self._after_program, self._read_lists)
         fresh.symbols, fresh.within_reach = self._symbols, self._within_reach()
+        fresh.left_to_host = self._left_to_host
         fresh.norms = [] if self._norms else None
         fresh.host_draws, fresh.on_host = self.draws, self._on_host
         fresh.function = self.called[0] if self.called else None
@@ -67,6 +69,10 @@ class ScopedConverter:
                 if isinstance(failure, AssertionError):
                     raise TorchDynamoException(f"AssertionError: {failure}") from failure
                 raise
+            finally:
+                # The program's closure holds what was seen: it must not hold the user's objects.
+                seen.function = None
+                seen.rebound.clear()
 
     def _within_reach(self) -> list[tuple[str, nn.Module]]:
         try:
@@ -75,13 +81,18 @@ class ScopedConverter:
             return []  # it does not take these arguments, as the trace is about to find
 
     def _learn(self, seen: Observed, failure: Exception) -> bool:
-        before = self._after_program, self._read_lists, self._symbols, self._on_host
+        before = self._known()
         self._read_lists, self._symbols = seen.read_lists, seen.symbols
+        self._left_to_host = seen.left_to_host
         if seen.could_wait is not None:
             self._after_program |= {seen.could_wait}
         if asks_for_a_number(failure) and seen.scalar_draws - self._on_host:
             self._on_host, self._asked = self._on_host | seen.scalar_draws, failure
-        return before != (self._after_program, self._read_lists, self._symbols, self._on_host)
+        return before != self._known()
+
+    def _known(self) -> tuple[Any, ...]:
+        learned = self._read_lists, self._symbols, self._left_to_host
+        return self._after_program, self._on_host, *learned
 
     def try_again(self) -> bool:
         """Whether the trace that failed last would fare better now, at a call that can wait (deferred_calls.py)."""

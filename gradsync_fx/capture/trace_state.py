@@ -21,6 +21,7 @@ from gradsync_fx._torch import (
     GlobalSource,
     GradModeVariable,
     TensorVariable,
+    TracingContext,
     VariableTracker,
     read_attribute,
 )
@@ -67,11 +68,16 @@ class Declared:
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A Python number that the step changes. source: Dynamo's name for it. settable: whether it is an attribute."""
+    """A Python number that the step changes. source: Dynamo's name for it. settable: whether it is an attribute.
+
+    after_updates: it is set after the step's last update. branched: a branch of the step depends on it.
+    """
 
     source: str
     line: str
     settable: bool
+    after_updates: bool = False
+    branched: bool = False
 
 
 @dataclass(slots=True)
@@ -100,6 +106,8 @@ class Observed:
     host_draws: the random numbers of the step's host; drawn: those of this trace, in order. scalar_draws: lines that
     draw a tensor of one number; on_host: those whose number is the host's, as a branch asks for it.
     function: the user's step, by which its values are named for people.
+    updates: how many the trace has met so far; set_after: how many there were when an attribute was set.
+    rebound: places that got another tensor (rebound.py); left_to_host: those that the host sets, after the update.
     """
 
     demanded: tuple[torch.Tensor, ...] = ()
@@ -140,6 +148,10 @@ class Observed:
     drawn: list[Draw] = field(default_factory=list)
     scalar_draws: frozenset[CallSite] = frozenset()
     function: Callable[..., Any] | None = None
+    updates: int = 0
+    set_after: dict[str, int] = field(default_factory=dict)
+    rebound: list[Any] = field(default_factory=list)
+    left_to_host: frozenset[str] = frozenset()
     on_host: frozenset[CallSite] = frozenset()
 
     def leaf_index(self, leaf: torch.Tensor) -> int:
@@ -178,6 +190,9 @@ class Observed:
             self.declared.clear()
             self.numbers.clear()
             self.drawn.clear()
+            self.rebound.clear()
+            self.updates = 0
+            self.set_after.clear()
         return self
 
     @property
@@ -232,6 +247,13 @@ def line_of(tx: Any) -> str:
         tx = tx.parent
         frame = tx.frame_summary()
     return f"{frame.filename}:{frame.lineno}"
+
+
+def line_here() -> str:
+    """The same where no translator is at hand: of the innermost of the user's frames."""
+    stack = TracingContext.extract_stack()
+    lines = (f"{f.filename}:{f.lineno}" for f in reversed(stack) if is_users(f.filename))
+    return next(lines, "")
 
 
 def refuse(

@@ -40,6 +40,7 @@ from gradsync_fx.capture.inquiry import Inquiry, Runnable, TracedStep
 from gradsync_fx.capture.markers import TRACED, Demand
 from gradsync_fx.capture.names import batch_norms, ddp_modules, holders, named_tensors
 from gradsync_fx.capture.past_autograd import keep_writes
+from gradsync_fx.capture.rebound import output_names, settle_rebound
 from gradsync_fx.capture.scoped_converter import ScopedConverter
 from gradsync_fx.capture.source_names import users_name
 from gradsync_fx.capture.trace_state import (
@@ -171,7 +172,7 @@ def _functional(
     decompositions: Any,
     manual: bool,
 ) -> Any:
-    seen, fakes = observed(), detect_fake_mode(inputs)
+    seen, fakes, outputs = observed(), detect_fake_mode(inputs), output_names(module)
     refuse_reentrant(module)
     sources = [
         (n.meta["grapharg"].source.name, n.meta["grapharg"].example)
@@ -182,7 +183,7 @@ def _functional(
     def receive(graph: GraphModule) -> Any:
         keep_writes(graph, [users_name(source, seen.function) for source, _ in sources])
         rematerialize(graph)
-        capture = _capture(graph, sources, seen, manual)
+        capture = _capture(graph, sources, outputs, seen, manual)
         ready: list[Callable[[list[Any]], Any]] = []
 
         def boxed(args: list[Any]) -> Any:
@@ -207,6 +208,7 @@ def _functional(
 def _capture(
     graph: GraphModule,
     sources: list[tuple[str, Any]],
+    outputs: list[str],
     seen: Observed,
     manual: bool,
 ) -> Capture:
@@ -243,7 +245,9 @@ def _capture(
     }
     _unmark(graph, leaves)
     canonicalize(graph)
-    step = Step(graph, tuple(slots), leaves)
+    step = settle_rebound(Step(graph, tuple(slots), leaves), seen, outputs, sources)
+    for slot in (slots[i] for i in step.replaced):
+        buffers.pop(slot.name, None)  # another tensor takes its place: each call brings its own
     _check(step, seen, parameters, manual)
     return Capture(
         step=step,

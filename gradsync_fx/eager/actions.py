@@ -18,9 +18,9 @@ from gradsync_fx.errors import CaptureError
 Values = dict[int, torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Action(ABC):
-    """One such call. reads: the optimizers (by number) whose gradients it looks at."""
+    """One such call: equal to itself alone. reads: the optimizers (by number) whose gradients it looks at."""
 
     reads: tuple[int, ...]
 
@@ -29,7 +29,7 @@ class Action(ABC):
         """Does it again. values: what the actions before it made, by slot."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Clipping(Action):
     """`clip_grad_norm_` or `clip_grad_value_`, with its arguments."""
 
@@ -44,7 +44,7 @@ class Clipping(Action):
             values[self.slot] = found
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class OptimizerStep(Action):
     """`optimizer.step(...)`."""
 
@@ -56,7 +56,7 @@ class OptimizerStep(Action):
         self.optimizer.step(*self.args, **dict(self.kwargs))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Schedule(Action):
     """`scheduler.step(...)`, or another method that runs after the update."""
 
@@ -90,6 +90,21 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Put(Action):
+    """A tensor, or a container of some, into its place in an object. put: does it. pieces: of the tensors."""
+
+    pieces: Any
+    put: Callable[[Any], None]
+
+    @property
+    def needs(self) -> set[int]:
+        return _slots(self.pieces)
+
+    def repeat(self, values: Values) -> None:
+        self.put(tree_map_only(Piece, lambda p: p.now(values), self.pieces))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Done(Action):
     """An operation on gradients or on what is updated. outs: slots of the storages that it makes; changes:
     of those that it writes to. writes: to what was
@@ -105,8 +120,7 @@ class Done(Action):
 
     @property
     def needs(self) -> set[int]:
-        found = tree_leaves((self.args, self.kwargs), is_leaf=lambda v: isinstance(v, Piece))
-        return {v.where for v in found if isinstance(v, Piece) and isinstance(v.where, int)}
+        return _slots((self.args, self.kwargs))
 
     def repeat(self, values: Values) -> None:
         if self.line:
@@ -133,6 +147,11 @@ def _strided(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
+def _slots(given: Any) -> set[int]:
+    found = tree_leaves(given, is_leaf=lambda v: isinstance(v, Piece))
+    return {v.where for v in found if isinstance(v, Piece) and isinstance(v.where, int)}
+
+
 def needed(actions: Sequence[Action]) -> list[Action]:
     """Without operations whose results go nowhere."""
     wanted: set[int] = set()
@@ -141,6 +160,8 @@ def needed(actions: Sequence[Action]) -> list[Action]:
         if isinstance(action, Done):
             if not (action.writes or wanted & {*action.outs, *action.changes}):
                 continue
+            wanted |= action.needs
+        elif isinstance(action, Put):
             wanted |= action.needs
         kept.append(action)
     return kept[::-1]

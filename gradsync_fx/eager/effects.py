@@ -13,16 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 
 from gradsync_fx._torch import tree_leaves, tree_map_only
 from gradsync_fx.capture.untouched import storage_of
-from gradsync_fx.eager.actions import Action, Done, Piece
+from gradsync_fx.eager.actions import Action, Done, OptimizerStep, Piece, Put
 from gradsync_fx.eager.step import EagerStep
-from gradsync_fx.eager.storages import Held, Origin, alive, as_given, on_copies, written_by
+from gradsync_fx.eager.storages import Count, Held, Origin, alive, as_given, on_copies, written_by
 from gradsync_fx.errors import CaptureError
 from gradsync_fx.user_lines import user_line
 
@@ -46,20 +46,6 @@ class CallInProgress(Protocol):
     def look(self, number: int) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Count:
-    """A write of what a tensor becomes of itself alone, after an update. action: its note. before: the tensor's value.
-
-    The count of an average is one, and belongs to the update; that of all calls is none. Which it is shows at the end
-    of the call: by whether a write of the update is made of it.
-    """
-
-    target: torch.Tensor
-    before: torch.Tensor
-    late: Origin
-    action: Action
-
-
 class Effects:
     """Follows one call. earlier: the signs of late writes in the window's call before, by what they write."""
 
@@ -68,6 +54,7 @@ class Effects:
         self.signs: Signs = {}
         self._counts: list[Count] = []
         self._fed: set[int] = set()
+        self._forward: set[int] = set()  # the storages of what losses are made of
         self._known: dict[int, Held] = {}
         self.is_paused = self._read_on_host = self._read_updated = False
         self._slots = 0
@@ -131,6 +118,12 @@ class Effects:
         self._slots += 1
         return self._slots
 
+    def goes_back(self, losses: Any) -> None:
+        """Backward is called on these."""
+        for loss in tree_leaves(losses):
+            if isinstance(loss, torch.Tensor) and (held := self._held(loss)) is not None:
+                self._forward |= held.origin.kept
+
     # Operations.
 
     def operation(self, function: Any, args: Any, kwargs: Any) -> Any:
@@ -179,7 +172,7 @@ class Effects:
         self, there: list[torch.Tensor], origin: Origin
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """What may be counts, with their values."""
-        if origin.data or not self._call.stepped:
+        if origin.data:
             return []
         return [(t, t.detach().clone()) for t in there if storage_of(t)]
 
@@ -189,11 +182,16 @@ class Effects:
         action = replace(self._call.actions[-1], reads=tuple(sorted(everything)))
         self._call.actions[-1] = action
         self._counts.append(Count(target, before, late, action))
-        self._known[storage_of(target)] = Held(alive(target), late, born=False)
+        if self._call.stepped:  # before that, forward may be made of it
+            self._known[storage_of(target)] = Held(alive(target), late, born=False)
 
     def _settle_counts(self) -> None:
+        actions = self._call.actions
+        last = max((i for i, a in enumerate(actions) if isinstance(a, OptimizerStep)), default=-1)
+        after = set(map(id, actions[last + 1 :])) if last >= 0 else set[int]()
         for count in reversed(self._counts):
-            if not count.late.kept & self._fed:
+            fed = self._fed | (self._forward if id(count.action) in after else set[int]())
+            if not count.late.kept & fed:
                 self._call.actions.remove(count.action)
             elif not self._ready(count.late):
                 with torch.no_grad():
@@ -263,6 +261,38 @@ class Effects:
         before = self._earlier.get(key, [])[len(found) - 1 :][:1]
         if not before or (found[-1] and before[0] not in (0, found[-1])):
             raise _differs(f"{what()}, at {user_line()}")
+
+    # Tensors in the place of others (rebound.py).
+
+    def made_late(self, new: list[torch.Tensor]) -> Origin | None:
+        """What tensors are made of that were put in the place of others, where they belong to the update."""
+        origins = [held.origin for t in new if (held := self._held(t)) is not None]
+        made = Origin()
+        for origin in origins:
+            made = made.joined(origin)
+        if not made.reads:
+            return None
+        self._fed |= made.kept
+        return made
+
+    def puts_later(self, new: Any, late: Origin, put: Callable[[Any], None]) -> bool:
+        """Whether it comes there with an update that is not this call's; then that is noted."""
+        if self._ready(late):
+            return False
+        pieces = tree_map_only(torch.Tensor, self._piece, new)
+        self._call.actions.append(Put(tuple(sorted(late.reads)), pieces, put))
+        return True
+
+    def is_count(self, old: list[torch.Tensor], new: list[torch.Tensor]) -> bool:
+        """Whether one is made of the other alone, and what belongs to the update of the other."""
+        there = frozenset(map(storage_of, old))
+        for tensor in new:
+            held = self._held(tensor)
+            if held is None or held.origin.reads or not held.origin.kept:
+                continue
+            if held.origin.kept <= there & self._fed:
+                return True
+        return False
 
     def end(self) -> None:
         """When the step has ended. Raises `CaptureError` where it left out a late write of the call before."""

@@ -58,7 +58,7 @@ class EagerStep:
     call, where calls weigh. sums: the window's, by
     parameter name. trained: parameters that ever received a gradient. settled: it has nothing to share in memory.
     collectives: its own, once a call has shown whether it has any. clearing: modules whose `zero_grad` is the user's
-    own.
+    own. owners_of_tensors: where a call may put tensors (rebound.py).
     """
 
     settled = True
@@ -71,6 +71,7 @@ class EagerStep:
         why: CaptureError,
     ) -> None:
         self.options, self.why, self.sums = options, why, sums
+        self.owners_of_tensors = found.owners
         seen = found.observed()
         parameters, buffers = named_tensors(seen)
         known = {id(p) for p in parameters.values()}

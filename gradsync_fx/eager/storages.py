@@ -9,6 +9,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gradsync_fx._torch import tree_leaves, tree_map_only
+from gradsync_fx.eager.actions import Action
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,20 @@ class Held:
     born: bool = True
     slot: int | None = None
     parameter: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """A write of what a tensor becomes of itself alone. action: its note. before: the tensor's value.
+
+    The count of an average is one, and belongs to the update; that of all calls is none. Which it is shows at the end
+    of the call: by whether a write of the update is made of it.
+    """
+
+    target: torch.Tensor
+    before: torch.Tensor
+    late: Origin
+    action: Action
 
 
 def alive(tensor: torch.Tensor) -> StorageWeakRef:

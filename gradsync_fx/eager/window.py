@@ -16,6 +16,7 @@ from gradsync_fx.comm.rendezvous import ACCUMULATE, BOUNDARY, Meeting
 from gradsync_fx.eager.call import EagerCall
 from gradsync_fx.eager.following import following
 from gradsync_fx.eager.patches import answering
+from gradsync_fx.eager.rebound import containers, put_back, tensors_in_place
 from gradsync_fx.eager.step import EagerStep
 from gradsync_fx.errors import CaptureError, NoOptimizerError
 from gradsync_fx.runtime.ending import Closed
@@ -134,12 +135,16 @@ class _MicroStep:
     def run(self, function: Any, args: Any, kwargs: Any, names: dict[str, Any]) -> Any:
         """The user's function, and then what belongs after it."""
         executor, step, call = self._executor, self._step, self._call
+        owners = [*step.owners_of_tensors, *containers(args, kwargs)] if call.effects else []
+        before = tensors_in_place(owners)
         with (
             answering(call, step.objects.optimizers, step.clearing, names),
             self._own_collectives(function),
             following(call.effects),
         ):
             result = function(*args, **kwargs)
+            if call.effects is not None:
+                put_back(before, call.effects)
         step.signs = call.effects.signs if call.effects is not None else {}
         call.end(manual=executor.options.manual)
         self._add([n for n in call.terms if n not in self._added])

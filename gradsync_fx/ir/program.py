@@ -58,11 +58,15 @@ class Step:
     """A captured step. Never edited: passes work on copies.
 
     Takes its flat arguments, in the order of `slots`; returns the user's outputs, and the end of the chain of notes.
+    assigned: numbers of the host's values that it puts in the place of others, after an update; replaced: positions of
+    the inputs that are those others.
     """
 
     module: GraphModule
     slots: tuple[Slot, ...]  # one for each placeholder, in their order
     leaves: dict[int, Leaf]  # by number
+    replaced: tuple[int, ...] = ()
+    assigned: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         found = len(self.module.graph.find_nodes(op="placeholder"))

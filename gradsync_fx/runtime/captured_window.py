@@ -9,6 +9,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+from gradsync_fx.capture.rebound import check_rebound
 from gradsync_fx.capture.tracer import Capture
 from gradsync_fx.comm.arrivals import ARRIVALS
 from gradsync_fx.comm.rendezvous import ACCUMULATE, BOUNDARY
@@ -35,6 +36,7 @@ class CapturedWindow:
             declared.check(options.gradient_accumulation_steps)
         for number in capture.numbers:
             number.check(accumulates=options.accumulates, several=options.several_windows)
+        check_rebound(capture.step, several=options.several_windows)
         captured, new = executor.catalogue.admit(capture, options)
         log.info(
             "captured %d nodes, %d gradients; %s",

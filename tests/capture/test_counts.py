@@ -158,3 +158,55 @@ def test_a_count_that_begins_as_an_entry_of_its_class() -> None:
         assert average.n == slow_theirs.n
     for p, q in zip(slow.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(p, q)
+
+
+class Annealed:
+    """A number that follows the updates: forward reads it, or a branch after the update."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(4, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+        self.temperature, self.count, self.calls = 1.0, 0, 0
+        self.slow = self.model.weight.detach().clone()
+
+    def after(self, how: str) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if how == "forward":
+            self.temperature *= 0.9
+        else:
+            self.count += 1
+            if self.count % 2 == 0:
+                with torch.no_grad():
+                    self.slow.lerp_(self.model.weight, 0.5)
+                    self.model.weight.copy_(self.slow)
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.model(x) / self.temperature).square().mean()
+
+
+@pytest.mark.captured
+@pytest.mark.parametrize("how", ["forward", "branch"])
+def test_a_number_after_the_update_follows_the_updates(how: str) -> None:
+    ours, plain = Annealed(), Annealed()
+    data = [torch.randn(3, 4) for _ in range(9)]
+
+    def train_step(x: torch.Tensor) -> None:
+        ours.calls += 1
+        ours.loss(x).backward()
+        ours.after(how)
+
+    step = gradsync_fx.optimize(train_step, gradient_accumulation_steps=2, backend="aot_eager")
+    for number, x in enumerate(data, 1):
+        step(x)
+        (plain.loss(x) / (1 if number == len(data) else 2)).backward()
+        if number % 2 == 0:
+            plain.after(how)
+        if number == len(data):
+            plain.after(how)
+            step.flush()
+        assert (ours.temperature, ours.count) == (plain.temperature, plain.count)
+        assert ours.calls == number
+        torch.testing.assert_close(ours.model.weight, plain.model.weight)
+        torch.testing.assert_close(ours.slow, plain.slow)
