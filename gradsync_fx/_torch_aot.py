@@ -29,6 +29,7 @@ try:
     from torch.utils._python_dispatch import (
         _get_current_dispatch_mode_stack as dispatch_modes_in_force,
     )
+    from torch.utils._sympy.reference import TensorReferenceAnalysis
 except ImportError as missing:
     raise missing_name(str(missing)) from missing
 

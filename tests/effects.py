@@ -52,7 +52,7 @@ class World:
         self.scheduler: Any = None
         self.total, self.calls = torch.zeros(()), 0
         self.updates, self.count = torch.zeros(()), 0
-        self.average, self.temperature = torch.zeros(16), torch.ones(())
+        self.average = torch.zeros(16)
         self.log, self.sizes = list[float](), list[int]()
         prepare(self)
 
@@ -62,7 +62,7 @@ class World:
         found |= {f"slow.{n}": t.clone() for n, t in self.slow.state_dict().items()}
         found |= {"total": self.total.clone(), "calls": self.calls, "sizes": list(self.sizes)}
         found |= {"updates": self.updates.clone(), "count": self.count}
-        found |= {"average": self.average.clone(), "temperature": self.temperature.clone()}
+        found |= {"average": self.average.clone()}
         found |= {"log": torch.tensor(self.log), "rate": self.optimizer.param_groups[0]["lr"]}
         return found
 
@@ -154,15 +154,6 @@ def average(world: World, x: Tensor, y: Tensor) -> None:
 @tries("tensor in another's place", AFTER)
 def put_in_place(world: World, x: Tensor, y: Tensor) -> None:
     world.average = 0.9 * world.average + 0.1 * world.net.inner.bias.detach()
-
-
-def tempered(world: World, x: Tensor, y: Tensor) -> Tensor:
-    return F.mse_loss(world.net(x) / world.temperature.clone(), y)
-
-
-@tries("state after the update", AFTER, loss=tempered)
-def annealed(world: World, x: Tensor, y: Tensor) -> None:
-    world.temperature.mul_(0.9)
 
 
 def embedded(world: World, x: Tensor, y: Tensor) -> Tensor:

@@ -101,7 +101,7 @@ def page() -> str:
     kinds = {
         Rule.EVERY_CALL: "What depends on the call's data: the k micro-steps of a window each have theirs.",
         Rule.PER_UPDATE: "What depends on gradients or on updated parameters, what a parameter becomes of itself "
-        "alone, and what stands after the update, depends on no data and is read by it or by forward.",
+        "alone, and counts that only such effects read.",
         Rule.PER_WINDOW: "What takes gradients away.",
         Rule.AFTER: "Calls that touch nothing that is computed with: after the program, on every call, with its "
         "numbers.",

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gradsync_fx._torch import SymNodeVariable, compare_op_handlers, free_unbacked_symbols
-from gradsync_fx.capture.trace_state import const
+from gradsync_fx.capture.trace_state import const, observed
 
 
 Compare = Callable[[Any, Any, Any], Any]
@@ -22,6 +22,9 @@ def decided(found: Any) -> Any:
         return found
     if free_unbacked_symbols(found.sym_num):
         return found
+    seen = observed()
+    expression = found.sym_num.node.expr
+    seen.compared_after.update(dict.fromkeys(expression.free_symbols, seen.updates))
     return const(found.evaluate_expr())
 
 

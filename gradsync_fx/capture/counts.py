@@ -86,8 +86,8 @@ def keep_numbers(tx: Any) -> None:
                     source,
                     seen.lines.get(source, ""),
                     settable=store is not None,
-                    after_updates=0 < seen.updates == seen.set_after.get(source),
-                    branched=_decides_branch(tx.output.shape_env, source),
+                    branched=0 < seen.updates == seen.set_after.get(source)
+                    and _decides_branch(tx.output.shape_env, source),
                 )
             )
             if store is not None:
@@ -98,11 +98,12 @@ def keep_numbers(tx: Any) -> None:
 
 
 def _decides_branch(env: Any, source: str) -> bool:
-    """Whether what a trace found depends on a comparison of this number."""
+    """Whether a comparison of this number was decided after the last update."""
+    seen = observed()
     return any(
         source == known.name
-        for guard in env.guards
-        for symbol in guard.expr.free_symbols
+        for symbol, updates in seen.compared_after.items()
+        if updates == seen.updates
         for known in env.var_to_sources.get(symbol, ())
     )
 

@@ -4,7 +4,7 @@ A rule says how often an effect happens in a window of k micro-steps, by what it
 
 every call          what depends on this call's data: the k micro-steps of a window each have theirs
 once per update     what depends on gradients or on updated parameters, what a parameter becomes of itself alone, and
-                    what stands after the update, depends on no data and is read by it or by forward
+                    counts that only such effects read
 once per window     what takes gradients away
 after the program   calls that touch nothing that is computed with: they run after it, on every call, with its numbers
 eagerly             nothing that a program could hold: refused with its line, or the step runs uncompiled
@@ -72,12 +72,6 @@ EFFECTS = (
         "until then the old tensor stays, in an attribute, a dictionary or a list; one that is made of the call's data "
         "is put there in every call",
     ),
-    Effect(
-        "state after the update",
-        "`self.temperature.mul_(0.9)` after the last `optimizer.step()`, which forward reads",
-        Rule.PER_UPDATE,
-        "before the update it happens in every call",
-    ),
     Effect("renormed embedding", "`nn.Embedding(..., max_norm=1.0)`", Rule.EVERY_CALL),
     Effect("input", "`x.mul_(2)`", Rule.EVERY_CALL),
     Effect("tensor outside of the model", "`self.total += loss.detach()`", Rule.EVERY_CALL),
@@ -135,7 +129,7 @@ EFFECTS = (
     Effect("number of the step", "`self.calls += 1`", Rule.EVERY_CALL),
     Effect(
         "number of the update",
-        "`self.count += 1`, which an average's decay is made of; after the update, one that forward or a branch reads",
+        "`self.count += 1`, which an average's decay is made of, or which a branch after the update reads",
         Rule.PER_UPDATE,
         "an attribute of an object; in a dictionary or a list it is refused, and where the step runs eagerly it has to "
         "be a tensor",
@@ -144,7 +138,7 @@ EFFECTS = (
         "tensor that counts updates",
         "`self.count.add_(1)`, which an average's decay is made of",
         Rule.PER_UPDATE,
-        "one that nothing reads counts calls, as it may count samples",
+        "one that nothing reads, or that forward reads, changes in every call",
     ),
     Effect("list", "`losses.append(loss.item())`", Rule.AFTER),
     Effect("output", "`print(...)`, `logger.info(...)`", Rule.AFTER),

@@ -25,6 +25,7 @@ from gradsync_fx._torch import (
     tensorify_module,
     tensorify_numbers,
 )
+from gradsync_fx._torch_aot import TensorReferenceAnalysis
 
 
 def keep_floats(module: GraphModule) -> None:
@@ -42,7 +43,7 @@ def keep_floats(module: GraphModule) -> None:
     )
     if any(isinstance(value, torch.SymFloat) for value in met):
         _hand_out_tensors(module, fakes)
-        with _constants_made() as made:
+        with _constants_made() as made, _remainders():
             tensorify_numbers(module)
         # It begins anew for what it found constant, but not for a number that is a tensor elsewhere.
         _begin_anew_for(made)
@@ -78,6 +79,17 @@ def _constants_made() -> Iterator[set[Any]]:
 
     with mock.patch.object(tensorify_module, "guard_scalar", noted):
         yield made
+
+
+@contextmanager
+def _remainders() -> Iterator[None]:
+    """`%` of numbers, which torch's pass has no tensors for (seen in 2.13), inside."""
+    remainder = staticmethod(torch.ops.aten.remainder.Tensor)
+    with (
+        mock.patch.object(TensorReferenceAnalysis, "python_mod", remainder, create=True),
+        mock.patch.object(TensorReferenceAnalysis, "mod", remainder),  # of what is not negative
+    ):
+        yield
 
 
 def _begin_anew_for(constants: Iterable[Any]) -> None:

@@ -35,7 +35,7 @@ from gradsync_fx.capture.trace_state import (
 from gradsync_fx.errors import CaptureError
 from gradsync_fx.ir.dataflow import downstream, upstream
 from gradsync_fx.ir.program import Kind, Slot, Step, output_values
-from gradsync_fx.ir.regions import Regions, find_regions, stands_after_updates
+from gradsync_fx.ir.regions import Regions, find_regions
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,13 +240,9 @@ def _late(
         own = {*nodes[rebound.place], *(holders[i] for i in read[rebound.place])}
         if rebound.place in late:
             continue
-        if _counts(step, regions, own, waiting) or _stands_after(step, nodes[rebound.place], own):
+        if _counts(step, regions, own, waiting):
             late.add(rebound.place)
     return [r for r in open_ if r.place in late]
-
-
-def _stands_after(step: Step, values: list[Node], own: set[Node]) -> bool:
-    return bool(values) and all(stands_after_updates(step, value, own) for value in values)
 
 
 def _counts(step: Step, regions: Regions, own: set[Node], waiting: set[Node]) -> bool:

@@ -70,13 +70,12 @@ class Declared:
 class Number:
     """A Python number that the step changes. source: Dynamo's name for it. settable: whether it is an attribute.
 
-    after_updates: it is set after the step's last update. branched: a branch of the step depends on it.
+    branched: it is set after the step's last update, and a branch after that depends on it.
     """
 
     source: str
     line: str
     settable: bool
-    after_updates: bool = False
     branched: bool = False
 
 
@@ -106,7 +105,8 @@ class Observed:
     host_draws: the random numbers of the step's host; drawn: those of this trace, in order. scalar_draws: lines that
     draw a tensor of one number; on_host: those whose number is the host's, as a branch asks for it.
     function: the user's step, by which its values are named for people.
-    updates: how many the trace has met so far; set_after: how many there were when an attribute was set.
+    updates: how many the trace has met so far; set_after: how many there were when an attribute was set;
+    compared_after: when a comparison of a symbol was decided, at the latest.
     rebound: places that got another tensor (rebound.py); left_to_host: those that the host sets, after the update.
     """
 
@@ -150,6 +150,7 @@ class Observed:
     function: Callable[..., Any] | None = None
     updates: int = 0
     set_after: dict[str, int] = field(default_factory=dict)
+    compared_after: dict[Any, int] = field(default_factory=dict)
     rebound: list[Any] = field(default_factory=list)
     left_to_host: frozenset[str] = frozenset()
     on_host: frozenset[CallSite] = frozenset()
@@ -193,6 +194,7 @@ class Observed:
             self.rebound.clear()
             self.updates = 0
             self.set_after.clear()
+            self.compared_after.clear()
         return self
 
     @property

@@ -33,17 +33,15 @@ def followed(
         FollowedNumber(
             users_name(n.source, function),
             n.line,
-            (n.after_updates and n.branched)
-            or (n.source in holders and _with_update(step, regions, holders[n.source], n)),
+            n.branched or (n.source in holders and _with_update(step, regions, holders[n.source])),
             n.settable,
         )
         for n in numbers
     )
 
 
-def _with_update(step: Step, regions: Regions, holder: Node, number: Number) -> bool:
-    """Whether all effects that this number reaches are updates, or are written or returned with updates; any of them,
-    for a number that is set after the updates."""
+def _with_update(step: Step, regions: Regions, holder: Node) -> bool:
+    """Whether all effects that this number reaches are updates, or are written or returned with updates."""
     fed = downstream([holder])
     late = {*regions.updates, *regions.boundary_writes}
     results = output_values(step.module)
@@ -56,7 +54,7 @@ def _with_update(step: Step, regions: Regions, holder: Node, number: Number) -> 
         *(n for n in results if isinstance(n, Node) and _is_tensor(n) and n.target is not ops.NOTE),
     }
     reached = fed & effects
-    return bool(reached) and (number.after_updates or reached <= late)
+    return bool(reached) and reached <= late
 
 
 def _is_tensor(node: Node) -> bool:

@@ -81,8 +81,6 @@ class EagerCall:
             parameter = self._step.objects.parameters[name]
             if parameter.grad is term:
                 parameter.grad = None
-        if self.effects is not None:
-            self.effects.goes_back(losses)
         run()
         self.losses += [losses] if isinstance(losses, torch.Tensor) else list(losses)
         for name, parameter in self._step.objects.parameters.items():

@@ -20,7 +20,7 @@ import torch
 
 from gradsync_fx._torch import tree_leaves, tree_map_only
 from gradsync_fx.capture.untouched import storage_of
-from gradsync_fx.eager.actions import Action, Done, OptimizerStep, Piece, Put
+from gradsync_fx.eager.actions import Action, Done, Piece, Put
 from gradsync_fx.eager.step import EagerStep
 from gradsync_fx.eager.storages import Count, Held, Origin, alive, as_given, on_copies, written_by
 from gradsync_fx.errors import CaptureError
@@ -54,7 +54,6 @@ class Effects:
         self.signs: Signs = {}
         self._counts: list[Count] = []
         self._fed: set[int] = set()
-        self._forward: set[int] = set()  # the storages of what losses are made of
         self._known: dict[int, Held] = {}
         self.is_paused = self._read_on_host = self._read_updated = False
         self._slots = 0
@@ -118,12 +117,6 @@ class Effects:
         self._slots += 1
         return self._slots
 
-    def goes_back(self, losses: Any) -> None:
-        """Backward is called on these."""
-        for loss in tree_leaves(losses):
-            if isinstance(loss, torch.Tensor) and (held := self._held(loss)) is not None:
-                self._forward |= held.origin.kept
-
     # Operations.
 
     def operation(self, function: Any, args: Any, kwargs: Any) -> Any:
@@ -186,12 +179,8 @@ class Effects:
             self._known[storage_of(target)] = Held(alive(target), late, born=False)
 
     def _settle_counts(self) -> None:
-        actions = self._call.actions
-        last = max((i for i, a in enumerate(actions) if isinstance(a, OptimizerStep)), default=-1)
-        after = set(map(id, actions[last + 1 :])) if last >= 0 else set[int]()
         for count in reversed(self._counts):
-            fed = self._fed | (self._forward if id(count.action) in after else set[int]())
-            if not count.late.kept & fed:
+            if not count.late.kept & self._fed:
                 self._call.actions.remove(count.action)
             elif not self._ready(count.late):
                 with torch.no_grad():

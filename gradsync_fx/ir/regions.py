@@ -24,7 +24,6 @@ Nothing here reads a node's name or metadata; those serve messages only.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -161,22 +160,12 @@ def find_regions(step: Step) -> Regions:
     )
 
 
-def stands_after_updates(step: Step, value: Node, own: Collection[Node]) -> bool:
-    """Whether a value follows the updates of a step: computed after them of what is in these places, which forward
-    reads."""
-    graph, effects = step.module.graph, writes(step.module)
-    cuts = graph.find_nodes(op="call_function", target=ops.LEAF_GRAD)
-    updates = graph.find_nodes(op="call_function", target=ops.UPDATE)
-    return _Flow(step, effects, list(cuts), list(updates)).stands_after(value, own)
-
-
 class _Flow:
     """Dependences in one step.
 
     order: position of each node. kinds: each input's slot. nearest: sources of a value. after_update: what depends on
     an update. reads_gradient: what would depend on a gradient if every update left its parameters as they are.
     from_data: what depends on the micro-batch, other than through cuts and updates; from_micro_step: on its noise, too.
-    kept: tensors that the step keeps, and forward does not read.
     """
 
     def __init__(
@@ -194,7 +183,6 @@ class _Flow:
         holders = list(self.kinds)
         kept = {argument(write, 0) for write in effects} - self.forward
         kept.update(holders[i] for i in step.replaced)
-        self.kept, self.updates = frozenset(kept), tuple(updates)
         given = [
             h
             for h, slot in self.kinds.items()
@@ -205,22 +193,6 @@ class _Flow:
         # Noise that gradients are made of is this micro-step's own, like its data.
         noise = [n for n in self.forward if _draws(n)]
         self.from_micro_step = self.from_data | downstream(noise, without=stops)
-
-    def stands_after(self, value: Node, own: Collection[Node]) -> bool:
-        """Whether a value is computed after all updates, of no data but what is in these places, and forward reads it.
-
-        What forward does not read may count samples, which are constants of the graph.
-        """
-        if not self.updates or self.forward.isdisjoint(own):
-            return False
-        made_of, kept = upstream([value]), {*own, *self.kept}
-        return self.order[value] > max(map(self.order.__getitem__, self.updates)) and not any(
-            _draws(node) or (node not in kept and self._is_data(node)) for node in made_of
-        )
-
-    def _is_data(self, node: Node) -> bool:
-        slot = self.kinds.get(node)
-        return slot is not None and _is_data(slot) and isinstance(node.meta["val"], torch.Tensor)
 
     def waits(self, value: object) -> bool:
         """Whether a value is the boundary's."""
@@ -276,12 +248,7 @@ def _boundary_writes(effects: list[Node], flow: _Flow) -> dict[Node, Sources]:
         readers = [sources for w, sources in found.items() if argument(w, 1) in fed]
         if readers:
             counted[write] = Sources().union(*readers)
-    found |= counted
-    # What forward reads, is made of no data and stands after all updates was written to follow them.
-    for write in effects:
-        if write not in found and flow.stands_after(argument(write, 1), {argument(write, 0)}):
-            found[write] = Sources(flow.updates)
-    return found
+    return found | counted
 
 
 def _no_gradient_reductions(step: Step, effects: list[Node]) -> list[Node]:

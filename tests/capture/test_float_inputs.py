@@ -27,6 +27,7 @@ OPS: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "a tensor, too": lambda h, v: (h * v).clamp(max=v) + v,
     "exponent": lambda h, v: h.abs() ** v,
     "rounded": lambda h, v: h * round(v, 1),
+    "remainder": lambda h, v: h * (1.0 + 3 * v % 0.4),
 }
 
 
