@@ -52,4 +52,7 @@ class HostCalls:
         if kind == "constant":
             return value
         given = self.values[value]
-        return given.item() if kind == "number" else given
+        if kind == "number":
+            return given.item()
+        # What a recorded program gives is overwritten by its next run, and this may be kept.
+        return given if given.device.type == "cpu" else given.clone()
