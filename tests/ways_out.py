@@ -34,6 +34,8 @@ WAYS_OUT: dict[str, str | Untried] = {
     "eager/rebound.py:put_back change it in place, afte": REBOUND
     + "a_count_that_is_made_anew_is_refused_eagerly",
     "capture/numpy_draws.py:refuse_numpy_draw draw with torch (torch.r": STEPS + "numbers_of_numpy",
+    "capture/explained.py:_attached return it detached (loss": "tests/capture/test_explained.py::test_"
+    + "an_object_with_an_attached_loss_is_named",
     "capture/explained.py:_too_many keep a number that chang": FLOATS
     + "too_many_captures_are_named_and_a_tensor_is_the_way_out",
     "capture/drawn_numbers.py:_of_python draw with torch (torch.r": DRAWN

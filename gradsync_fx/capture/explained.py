@@ -30,6 +30,8 @@ def explained(failure: BaseException, function: Callable[..., Any]) -> GradSyncE
         cause = getattr(cause, "inner_exception", None) or cause.__cause__
     if isinstance(failure, _LIMIT_HIT):
         return _too_many(function)
+    if _ATTACHED in str(failure):
+        return _attached(_culprit(str(failure), function))
     lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
     explanation = next((line.partition(":")[2] for line in lines if _EXPLAINS in line), "").strip()
     seen = lines[0].removeprefix(_ADVICE) if lines else type(failure).__name__
@@ -44,6 +46,15 @@ def explained(failure: BaseException, function: Callable[..., Any]) -> GradSyncE
     )
 
 
+def _attached(culprit: str) -> CaptureError:
+    return CaptureError(
+        f"what the step returns, at {culprit}",
+        seen="a tensor that backward has gone through, inside of an object",
+        wanted="tensors without a graph; those in tuples, lists and dictionaries lose theirs by themselves",
+        fix='return it detached (loss.detach()), or in a dictionary; or pass on_unsupported="eager"',
+    )
+
+
 def _too_many(function: Callable[..., Any]) -> CaptureError:
     return CaptureError(
         f"the captures of {_place(function)}",
@@ -55,6 +66,7 @@ def _too_many(function: Callable[..., Any]) -> CaptureError:
     )
 
 
+_ATTACHED = "consumed returned tensor's grad_fn"
 _ADVICE = "Consider annotating your code using torch._check*(). "
 _RAISED, _EXPLAINS = "raised exception", "Explanation"
 

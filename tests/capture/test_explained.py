@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 
 import gradsync_fx
 from gradsync_fx.capture.explained import explained
-from gradsync_fx.errors import OptionError
+from gradsync_fx.errors import CaptureError, OptionError
 from tests.drive import quick
 from tests.models import mlp
 from tests.optimizers import sgd
@@ -110,3 +111,33 @@ def test_the_way_out_works(loss_of: Any) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the step runs eagerly")
         check_against_eager(loss_of, quick(step, 2, on_unsupported="eager"), *twins(mlp()))
+
+
+@dataclass
+class Output:
+    loss: torch.Tensor
+
+
+@pytest.mark.captured
+def test_an_object_with_an_attached_loss_is_named() -> None:
+    """And the advice works."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def train(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    def attached(x: torch.Tensor) -> Output:
+        return Output(train(x))
+
+    def detached(x: torch.Tensor) -> Output:
+        return Output(train(x).detach())
+
+    x = torch.ones(3, 2)
+    refused(CaptureError, "what the step returns", quick(attached, 2), x)
+    wanted = model(x).square().mean().detach()
+    torch.testing.assert_close(quick(detached, 2)(x).loss, wanted)
