@@ -11,6 +11,7 @@ these writes and not from the outputs after them (seen in 2.13): another output 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
@@ -40,10 +41,10 @@ def outputs_in_their_places() -> AbstractContextManager[Any]:
     return mock.patch.object(aot_wrappers, "OutputType", kinds)
 
 
-def keep_writes(module: GraphModule, names: list[str]) -> None:
+def keep_writes(module: GraphModule, name_of: Callable[[int], str]) -> None:
     """Puts the writes that AOTAutograd would make after the graph into the graph, in place.
 
-    names: of the inputs, for people. Raises `CaptureError` for an input that becomes another tensor.
+    name_of: what people call an input, by its position. Raises `CaptureError` for one that becomes another tensor.
     """
     holders = module.graph.find_nodes(op="placeholder")
     (out,) = module.graph.find_nodes(op="output")
@@ -54,7 +55,7 @@ def keep_writes(module: GraphModule, names: list[str]) -> None:
     for position, (index, replaced) in enumerate(outside):
         holder, value = holders[index], values[position]
         if replaced:
-            raise _other_memory(names[index])
+            raise _other_memory(name_of(index))
         with module.graph.inserting_before(out):
             written = module.graph.call_function(_aten.copy_.default, (holder, value))
         written.meta.update(holder.meta)
@@ -63,7 +64,8 @@ def keep_writes(module: GraphModule, names: list[str]) -> None:
     for node in module.graph.find_nodes(op="call_function", target=_aten.set_.source_Tensor):
         holder, value = argument(node, 0), argument(node, 1)
         if holder not in holders or not _is_fresh(value) or not _alike(holder, value):
-            raise _other_memory(names[holders.index(holder)] if holder in holders else "a tensor")
+            known = holder in holders
+            raise _other_memory(name_of(holders.index(holder)) if known else "a tensor")
         node.target = _aten.copy_.default
 
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch.fx import GraphModule, Node
 
 from gradsync_fx._torch import (
@@ -22,7 +21,6 @@ from gradsync_fx._torch import (
     TensorVariable,
     TupleVariable,
     UserDefinedObjectVariable,
-    tree_leaves,
 )
 from gradsync_fx.capture.source_names import users_name
 from gradsync_fx.capture.trace_state import (
@@ -32,10 +30,11 @@ from gradsync_fx.capture.trace_state import (
     real_of_variables,
     variable_of,
 )
+from gradsync_fx.capture.untouched import tensors_in
 from gradsync_fx.errors import CaptureError
 from gradsync_fx.ir.dataflow import downstream, upstream
 from gradsync_fx.ir.program import Kind, Slot, Step, output_values
-from gradsync_fx.ir.regions import Regions, find_regions
+from gradsync_fx.ir.regions import find_regions
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +119,7 @@ def _attributes(tx: Any) -> Iterator[_Place]:
                     del attributes[name]
                     return owner, owner.value, "__setattr__", name
 
-            yield _Place(whole, _real(getattr(owner.value, name, None)), values, take)
+            yield _Place(whole, tensors_in(getattr(owner.value, name, None)), values, take)
 
 
 def _items(tx: Any) -> Iterator[_Place]:
@@ -130,7 +129,7 @@ def _items(tx: Any) -> Iterator[_Place]:
             continue
         for key, at, new in _entries(real, var):
             there = key in real if isinstance(real, dict) else True
-            before = _real(real[key]) if there else []
+            before = tensors_in(real[key]) if there else []
             old = variable_of(tx, before[0]) if before and real[key] is before[0] else None
             values = _tensors(new)
             if not values or new is old:
@@ -172,10 +171,6 @@ def _tensors(variable: Any) -> list[Any]:
     if isinstance(variable, ConstDictVariable):
         return [tensor for item in variable.items.values() for tensor in _tensors(item)]
     return []
-
-
-def _real(value: Any) -> list[Any]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def settle_rebound(
@@ -236,24 +231,18 @@ def _late(
     }
     late = {r.place for r in open_ if regions.beyond & set(nodes[r.place])}
     waiting = {n for place in late for n in nodes[place]} | set(regions.boundary_writes)
-    for rebound in open_:
-        own = {*nodes[rebound.place], *(holders[i] for i in read[rebound.place])}
-        if rebound.place in late:
-            continue
-        if _counts(step, regions, own, waiting):
-            late.add(rebound.place)
-    return [r for r in open_ if r.place in late]
-
-
-def _counts(step: Step, regions: Regions, own: set[Node], waiting: set[Node]) -> bool:
-    holders = step.module.graph.find_nodes(op="placeholder")
     data = {
         holder
         for i, (holder, slot) in enumerate(zip(holders, step.slots, strict=True))
         if slot.kind is Kind.DATA and i not in step.replaced
     }
     forward = upstream([marker for markers in regions.gradients.values() for marker in markers])
-    return not own & forward and not upstream(own) & data and bool(downstream(own) & waiting)
+
+    def counts(rebound: Rebound) -> bool:
+        own = {*nodes[rebound.place], *(holders[i] for i in read[rebound.place])}
+        return not own & forward and not upstream(own) & data and bool(downstream(own) & waiting)
+
+    return [r for r in open_ if r.place in late or counts(r)]
 
 
 def _refusal(rebound: Rebound, seen: Observed) -> CaptureError:

@@ -181,7 +181,7 @@ def _functional(
     check_draws(seen, None if fakes is None else fakes.shape_env, [source for source, _ in sources])
 
     def receive(graph: GraphModule) -> Any:
-        keep_writes(graph, [users_name(source, seen.function) for source, _ in sources])
+        keep_writes(graph, lambda i: users_name(sources[i][0], seen.function))
         rematerialize(graph)
         capture = _capture(graph, sources, outputs, seen, manual)
         ready: list[Callable[[list[Any]], Any]] = []

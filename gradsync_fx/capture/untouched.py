@@ -57,7 +57,7 @@ class Around:
             found = [
                 *capture.parameters.values(),
                 *(capture.buffers[name] for name in names),
-                *_tensors_in([list(d.values()) for d in held]),
+                *tensors_in([list(d.values()) for d in held]),
             ]
             self._memory = frozenset(map(_address, found))
         return self._memory
@@ -94,8 +94,8 @@ def run_watched(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wh
     if around is None:
         function(*args, **kwargs)
         return
-    given = _tensors_in((args, kwargs))
-    looked_at = [*given, *_tensors_in(around.inputs)]
+    given = tensors_in((args, kwargs))
+    looked_at = [*given, *tensors_in(around.inputs)]
     versions = [t._version for t in looked_at]
     generators = _generators()
     settings = [[dict(g) for g in _groups(o)] for o in around.capture.optimizers]
@@ -147,10 +147,10 @@ class _Watch(TorchFunctionMode):
             self._stop("it computes gradients")
         if _writes(name, kwargs or {}):
             held = args[:1] if "out" not in (kwargs or {}) else (kwargs or {})["out"]
-            if any(_address(t) in self._inputs for t in _tensors_in(held)):
+            if any(_address(t) in self._inputs for t in tensors_in(held)):
                 self._stop(f"it uses {name!r} of a tensor of the step")
         if name not in _METADATA or named == "__set__":
-            for value in _tensors_in((args, kwargs or {})):
+            for value in tensors_in((args, kwargs or {})):
                 if self._is_ours(value):
                     self._stop(f"it uses {name!r} of a parameter, a buffer or optimizer state")
         return func(*args, **(kwargs or {}))
@@ -164,7 +164,8 @@ class _Watch(TorchFunctionMode):
         raise LeftOutError("a helper", seen=found)
 
 
-def _tensors_in(values: Any) -> list[torch.Tensor]:
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """A tensor, or those in a container, in order."""
     return [v for v in tree_leaves(values) if isinstance(v, torch.Tensor)]
 
 

@@ -23,8 +23,8 @@ def followed(
     sources: Sequence[str],
     function: Callable[..., Any] | None,
 ) -> tuple[FollowedNumber, ...]:
-    """What becomes of each number. sources: Dynamo's names of the step's inputs. function: the
-    user's step."""
+    """What becomes of each number. sources: Dynamo's names of the step's inputs. function: the user's
+    step."""
     if not numbers:
         return ()
     regions = find_regions(step)

@@ -24,6 +24,11 @@ class Action(ABC):
 
     reads: tuple[int, ...]
 
+    @property
+    def needs(self) -> set[int]:
+        """Slots of what the actions before it made, and it is made of."""
+        return set()
+
     @abstractmethod
     def repeat(self, values: Values) -> None:
         """Does it again. values: what the actions before it made, by slot."""
@@ -157,11 +162,10 @@ def needed(actions: Sequence[Action]) -> list[Action]:
     wanted: set[int] = set()
     kept: list[Action] = []
     for action in reversed(actions):
-        if isinstance(action, Done):
-            if not (action.writes or wanted & {*action.outs, *action.changes}):
-                continue
-            wanted |= action.needs
-        elif isinstance(action, Put):
-            wanted |= action.needs
+        if isinstance(action, Done) and not (
+            action.writes or wanted & {*action.outs, *action.changes}
+        ):
+            continue
+        wanted |= action.needs
         kept.append(action)
     return kept[::-1]

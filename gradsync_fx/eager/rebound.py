@@ -1,9 +1,9 @@
 """Tensors that an eager step puts in the place of others: `self.average = 0.9 * self.average + 0.1 * weight`.
 
 Attributes, items of dictionaries and lists, and variables round the step are looked at before and after a call. What
-was put in the place of a tensor that it is made of, and of gradients or updated parameters, belongs to the update:
-where the window goes on the old tensor is put back, and what was done is noted, to be done where it ends. The same
-holds for lists, tuples and dictionaries of tensors that were made anew.
+is put there and made of gradients or updated parameters belongs to the update: where the window goes on the old tensor
+is put back, and what was done is noted, to be done where it ends. The same holds for lists, tuples and dictionaries of
+tensors that were made anew.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradsync_fx._torch import tree_leaves
 from gradsync_fx.capture.reachable import MANY
+from gradsync_fx.capture.untouched import tensors_in
 from gradsync_fx.eager.effects import Effects
 from gradsync_fx.errors import CaptureError
 
@@ -27,7 +27,10 @@ Before = list[tuple[Any, dict[Any, Any]]]  # owners, each with what it held, by 
 
 def tensors_in_place(owners: Iterable[Any]) -> Before:
     """What modules (their buffers), other objects, dictionaries, lists and cells hold."""
-    return [(owner, dict(_entries(owner))) for owner in owners]
+    each = {
+        id(owner): owner for owner in owners
+    }  # functions of one module have its globals in common
+    return [(owner, dict(_entries(owner))) for owner in each.values()]
 
 
 def put_back(before: Before, effects: Effects) -> None:
@@ -65,9 +68,8 @@ _NOTHING = object()  # there was no such name or key
 
 def _in(value: Any) -> list[torch.Tensor]:
     """A tensor, or those in a container."""
-    if isinstance(value, list | tuple | dict) and len(value) > MANY:
-        return []
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    many = isinstance(value, list | tuple | dict) and len(value) > MANY
+    return [] if many else tensors_in(value)
 
 
 def _entries(owner: Any) -> Iterator[tuple[Any, Any]]:

@@ -94,7 +94,7 @@ class _Batch:
 
     def start(self) -> StartedKernels:
         if self._started is None:
-            self._started = start_kernels(list(dict.fromkeys(self._sources)))
+            self._started = start_kernels(self._sources)
         return self._started
 
     def _get(self, source: Source) -> CppKernel:
@@ -118,7 +118,7 @@ class _Batch:
     def _beside(self, failure: Exception) -> Kernels:
         """Past the files of Inductor's cache, of which one is torn."""
         with compiled_beside(failure):
-            return kernels_of(list(dict.fromkeys(self._sources)))
+            return kernels_of(self._sources)
 
 
 @contextmanager
